@@ -1,0 +1,135 @@
+"""The launcher starts the agents' commands: a fork of the spawner, landlocked once for all, so that nothing it starts
+can signal a verifier. It keeps descriptors of every episode's namespaces, which it could not open itself.
+
+Requests come straight from the server, episodes from the spawner. A request names an episode that the spawner
+announced before the server knew of it, so announcements are read first.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tbench2_env.isolation import command as commands
+from tbench2_env.isolation import processes, userns
+from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
+from tbench2_env.isolation.init import prefer_for_oom_killer
+from tbench2_env.isolation.reactor import Reactor
+from tbench2_env.isolation.spec import CommandSpec, Rung
+
+#: The order in which the spawner sends an episode's descriptors.
+NAMESPACES = ("pid", "mnt", "ipc", "uts", "user", "proc")
+_KINDS = {"mnt": sc.CLONE_NEWNS, "ipc": sc.CLONE_NEWIPC, "uts": sc.CLONE_NEWUTS, "user": sc.CLONE_NEWUSER}
+
+
+@dataclass(frozen=True)
+class Running:
+    request: int
+    episode: str
+
+
+class Launcher:
+    """State: the episodes' descriptors by name, the running commands by process id."""
+
+    def __init__(self, server: Channel, spawner: Channel, rung: Rung) -> None:
+        self.server, self.spawner, self.rung = server, spawner, rung
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.episodes: dict[str, dict[str, int]] = {}
+        self.running: dict[int, Running] = {}
+
+    def run(self) -> NoReturn:
+        reactor = Reactor(on_child=self._child_ended)
+        reactor.watch(self.spawner.fileno(), self._announcement)
+        reactor.watch(self.server.fileno(), self._request)
+        with contextlib.suppress(ChannelClosed):
+            reactor.run()
+        os._exit(0)
+
+    # ------------------------------------------------------------ from the spawner
+    def _announcement(self) -> None:
+        message, fds = self.spawner.receive()
+        name = message["name"]
+        if message["op"] == "add":
+            self.episodes[name] = dict(zip(NAMESPACES, fds, strict=True))
+        else:
+            close_all(list(self.episodes.pop(name, {}).values()))
+
+    def _read_announcements(self) -> None:
+        self.spawner.sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._announcement()
+        self.spawner.sock.setblocking(True)
+
+    # ------------------------------------------------------------ from the server
+    def _request(self) -> None:
+        message, fds = self.server.receive()
+        self._read_announcements()
+        if message["op"] == "exec":
+            self._exec(message, fds)
+        else:
+            self._kill(message["target"])
+        close_all(fds)
+
+    def _exec(self, message: dict[str, Any], fds: list[int]) -> None:
+        request, name = message["id"], message["name"]
+        episode = self.episodes.get(name)
+        if episode is None:
+            self._failed(request, "the sandbox is dead")
+            return
+        try:
+            pid = processes.fork_into(episode["pid"], self.own_pids)
+        except OSError as error:
+            self._failed(request, f"cannot start a process in the sandbox: {error}")
+            return
+        if pid == 0:
+            spec = CommandSpec.from_dict(message["command"])
+            commands.become(spec, fds, self._enter(episode), lambda reason: self._failed(request, reason))
+        self.running[pid] = Running(request, name)
+
+    def _enter(self, episode: dict[str, int]) -> Callable[[], None]:
+        def enter() -> None:
+            for name in ("mnt", "ipc", "uts", "user"):  # user last: the others need the outer namespace's rights
+                sc.setns(episode[name], _KINDS[name])
+            userns.become_root(supplementary_groups=self.rung.id_map[2] > 1)
+
+        return enter
+
+    def _failed(self, request: int, reason: str) -> None:
+        self.server.send({"event": "failed", "id": request, "error": reason})
+
+    def _kill(self, target: int) -> None:
+        for pid, running in self.running.items():
+            if running.request == target:
+                self._kill_tree(pid, self.episodes.get(running.episode))
+
+    def _kill_tree(self, pid: int, episode: dict[str, int] | None) -> None:
+        with contextlib.suppress(OSError):
+            if episode is None:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                processes.kill_tree(episode["proc"], processes.inner_pid(pid))
+
+    def _child_ended(self, pid: int, status: int) -> None:
+        running = self.running.pop(pid, None)
+        if running is not None:
+            code = os.waitstatus_to_exitcode(status)
+            self.server.send({"event": "exit", "id": running.request, "status": code})
+
+
+def main(server: Channel, spawner: Channel, rung: Rung) -> NoReturn:
+    """Become the launcher, in a fork of the spawner."""
+    sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    prefer_for_oom_killer()
+    if signals_scoped():
+        sc.landlock_scope(sc.LANDLOCK_SCOPE_SIGNAL | sc.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET)
+    Launcher(server, spawner, rung).run()
+
+
+def signals_scoped() -> bool:
+    """Whether this kernel can keep agents from signalling verifiers by landlock (ABI 6, Linux 6.12)."""
+    return sc.landlock_abi() >= 6

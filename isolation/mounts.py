@@ -1,0 +1,150 @@
+"""Mount plans: what an episode's mount namespace holds, as data that can be built, described and applied.
+
+Targets are paths inside the episode, applied below a prefix where its root is mounted for the time being.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tbench2_env.isolation import syscalls as sc
+
+_NO_DEV = sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC
+
+
+@dataclass(frozen=True)
+class Filesystem:
+    """A new filesystem of `fstype` on `target`."""
+
+    fstype: str
+    target: str
+    options: str = ""
+    flags: int = sc.MS_NOSUID | sc.MS_NODEV
+
+    def execute(self, prefix: str) -> None:
+        sc.mount(self.fstype, prefix + self.target, self.fstype, self.flags, self.options)
+
+    def describe(self) -> str:
+        return f"{self.fstype} on {self.target}" + (f" ({self.options})" if self.options else "")
+
+
+@dataclass(frozen=True)
+class ReadOnly:
+    """A path of the episode bound on itself and made read-only."""
+
+    target: str
+
+    def execute(self, prefix: str) -> None:
+        target = prefix + self.target
+        sc.mount(target, target, flags=sc.MS_BIND)
+        sc.mount("", target, flags=sc.MS_BIND | sc.MS_REMOUNT | sc.MS_RDONLY | _NO_DEV)
+
+    def describe(self) -> str:
+        return f"read-only {self.target}"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A folder bound on itself: whoever owns the worktree can then neither remove nor rename it."""
+
+    target: str
+
+    def execute(self, prefix: str) -> None:
+        sc.mount(prefix + self.target, prefix + self.target, flags=sc.MS_BIND)
+
+    def describe(self) -> str:
+        return f"pin {self.target}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A device of the host's /dev, bound on a new empty file."""
+
+    name: str
+
+    def execute(self, prefix: str) -> None:
+        target = f"{prefix}/dev/{self.name}"
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        sc.mount(f"/dev/{self.name}", target, flags=sc.MS_BIND)
+
+    def describe(self) -> str:
+        return f"device /dev/{self.name}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A symbolic link at `target`."""
+
+    text: str
+    target: str
+
+    def execute(self, prefix: str) -> None:
+        os.symlink(self.text, prefix + self.target)
+
+    def describe(self) -> str:
+        return f"{self.target} -> {self.text}"
+
+
+@dataclass(frozen=True)
+class Folder:
+    target: str
+    mode: int = 0o755
+
+    def execute(self, prefix: str) -> None:
+        os.mkdir(prefix + self.target)
+        os.chmod(prefix + self.target, self.mode)
+
+    def describe(self) -> str:
+        return f"folder {self.target} {self.mode:o}"
+
+
+Operation = Filesystem | ReadOnly | Pin | Node | Link | Folder
+
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_DEV: tuple[Operation, ...] = (
+    Filesystem("tmpfs", "/dev", "mode=755,size=1m,nr_inodes=1k", sc.MS_NOSUID),
+    *(Node(name) for name in _DEVICES),
+    Link("/proc/self/fd", "/dev/fd"),
+    Link("/proc/self/fd/0", "/dev/stdin"),
+    Link("/proc/self/fd/1", "/dev/stdout"),
+    Link("/proc/self/fd/2", "/dev/stderr"),
+    Link("pts/ptmx", "/dev/ptmx"),
+    Folder("/dev/shm"),
+    Folder("/dev/pts"),
+    Filesystem("tmpfs", "/dev/shm", "mode=1777"),
+)
+# /tests and /logs/verifier are mount points even while no verifier runs: without these pins the agent's `rmdir /tests`
+# detached the verifier's own mount, and a forged reward was read.
+_PINS: tuple[Operation, ...] = (
+    Pin("/logs"),
+    Filesystem("tmpfs", "/tests", "mode=755,size=4k,nr_inodes=2", _NO_DEV | sc.MS_RDONLY),
+    Filesystem("tmpfs", "/logs/verifier", "mode=755,size=4k,nr_inodes=2", _NO_DEV | sc.MS_RDONLY),
+)
+# Where root inside is root outside, these files of /proc would change the host.
+_PROC_WRITABLE_BY_HOST_ROOT = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus")
+
+
+def sandbox_plan(*, protect_proc_sys: bool, own_tty_group: bool) -> tuple[Operation, ...]:
+    """What is mounted over a worktree before it becomes an episode's root.
+
+    `own_tty_group`: terminals belong to group tty (5), which only a range of ids has.
+    """
+    devpts = "newinstance,ptmxmode=0666,mode=0620" + (",gid=5" if own_tty_group else "")
+    guards = _PROC_WRITABLE_BY_HOST_ROOT if protect_proc_sys else ()
+    return (
+        Filesystem("proc", "/proc", flags=_NO_DEV),
+        *(ReadOnly(path) for path in guards if os.path.exists(path)),
+        *_DEV,
+        Filesystem("devpts", "/dev/pts", devpts, sc.MS_NOSUID | sc.MS_NOEXEC),
+        *_PINS,
+    )
+
+
+def apply(plan: Iterable[Operation], prefix: str) -> None:
+    """Carry the plan out below `prefix`. Raises `OSError` naming the call and the paths."""
+    for operation in plan:
+        operation.execute(prefix)
+
+
+def describe(plan: Iterable[Operation]) -> list[str]:
+    return [operation.describe() for operation in plan]

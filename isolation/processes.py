@@ -1,0 +1,125 @@
+"""Processes of an episode, from outside its PID namespace: forked into it, found and killed through its /proc."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+from tbench2_env.isolation import syscalls as sc
+
+#: Rounds of "find and stop" before the kill. Stopped processes do not fork, so two or three are enough for anything
+#: but a fork bomb.
+_ROUNDS = 20
+
+
+def fork_into(pid_namespace: int, own_pid_namespace: int) -> int:
+    """Fork a child that lives in another PID namespace; the caller's further children are its own again.
+
+    setns on a PID namespace only concerns children to come, and whoever forks into one must reap there.
+    """
+    sc.setns(pid_namespace, sc.CLONE_NEWPID)
+    try:
+        pid = os.fork()
+    except OSError:
+        sc.setns(own_pid_namespace, sc.CLONE_NEWPID)
+        raise
+    if pid:
+        sc.setns(own_pid_namespace, sc.CLONE_NEWPID)
+    return pid
+
+
+def send(proc: int, pid: int, number: int) -> None:
+    """Signal process `pid` of the procfs open at `proc`; a process that is gone is no error.
+
+    A descriptor of /proc/PID works as a pidfd (pidfd_send_signal(2)), and names the process whatever the caller's
+    own numbering is.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        fd = os.open(str(pid), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            signal.pidfd_send_signal(fd, number)
+        finally:
+            os.close(fd)
+
+
+def kill_tree(proc: int, root: int) -> None:
+    """Kill process `root` and everything below it, escaped sessions and double forks too (it is their subreaper).
+
+    The root is stopped first and killed last: while it lives, orphans of its tree stay in its tree.
+    """
+    stopped: set[int] = {root}
+    send(proc, root, signal.SIGSTOP)
+    for _ in range(_ROUNDS):
+        fresh = _descendants(proc, root) - stopped
+        for pid in fresh:
+            send(proc, pid, signal.SIGSTOP)
+        if not fresh:
+            break
+        stopped |= fresh
+    for pid in [*(stopped - {root}), root]:
+        send(proc, pid, signal.SIGKILL)
+
+
+def kill_where(proc: int, wanted: Callable[[int], bool]) -> None:
+    """Kill every process of the episode but PID 1 for which `wanted(pid)` holds, until none is left."""
+    for _ in range(_ROUNDS):
+        found = [pid for pid in _pids(proc) if pid != 1 and not _is_zombie(proc, pid) and wanted(pid)]
+        for pid in found:
+            send(proc, pid, signal.SIGKILL)
+        if not found:
+            break
+
+
+def in_user_namespace(proc: int, inode: int) -> Callable[[int], bool]:
+    """A test for `kill_where`: does the process live in the user namespace with this inode?"""
+
+    def wanted(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return os.stat(f"{pid}/ns/user", dir_fd=proc).st_ino == inode
+        return False
+
+    return wanted
+
+
+def inner_pid(pid: int) -> int:
+    """The number of host process `pid` in its innermost PID namespace. Raises OSError when it is gone."""
+    with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
+        for line in status:
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    raise ProcessLookupError(pid)
+
+
+def _pids(proc: int) -> list[int]:
+    return [int(name) for name in os.listdir(proc) if name.isdigit()]
+
+
+def _stat(proc: int, pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5)); empty when the process is gone."""
+    try:
+        fd = os.open(f"{pid}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            return os.read(fd, 4096).decode(errors="replace").rpartition(")")[2].split()
+        finally:
+            os.close(fd)
+    except OSError:
+        return []
+
+
+def _is_zombie(proc: int, pid: int) -> bool:
+    return _stat(proc, pid)[:1] in ([], ["Z"], ["X"])
+
+
+def _descendants(proc: int, root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid in _pids(proc):
+        fields = _stat(proc, pid)
+        if fields and fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(pid)
+    found: set[int] = set()
+    queue = [root]
+    while queue:
+        below = [pid for pid in children.get(queue.pop(), []) if pid not in found]
+        found.update(below)
+        queue.extend(below)
+    return found

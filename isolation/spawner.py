@@ -1,0 +1,308 @@
+"""The spawner: one lean, single-threaded process that makes every episode and forks everything that runs in one.
+
+Three processes and three channels. The *server* (asyncio, many threads, may not fork safely) asks the *spawner* to
+create and destroy sandboxes and to run verifiers; it asks the *launcher*, a landlocked fork of the spawner, to run the
+agents' commands; the spawner hands the launcher each new episode's descriptors before it answers the server.
+
+    server -> spawner    {"id", "op": "create" | "destroy" | "verify" | "kill"} -> {"id", "ok"} or {"id", "error"}
+    server -> launcher   {"id", "op": "exec"} and {"op": "kill"}
+    events to the server {"event": "exit" | "failed", "id", ...}, {"event": "died", "name"}
+
+When the server is gone its channel closes, the spawner kills every episode, removes its scratch folder and ends; when
+the spawner is gone, PDEATHSIG takes the launcher and every episode's PID 1, and with it all that is inside.
+
+Started by `sandbox.Spawner` as `python -I -S -c ...` (lean imports make each fork cheap).
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tbench2_env.isolation import command as commands
+from tbench2_env.isolation import init, launcher, probe, processes, userns, worktree
+from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
+from tbench2_env.isolation.reactor import Reactor
+from tbench2_env.isolation.spec import CommandSpec, SandboxSpec, SpawnerConfig
+
+#: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
+_LAST_CLEANING_S = 3
+#: Seconds to wait for killed episodes at the end; a process stuck in the kernel dies later.
+_LAST_REAPING_S = 2.0
+
+
+@dataclass
+class Episode:
+    """A sandbox as the spawner knows it. `pid` is its PID 1, in the host's numbering."""
+
+    name: str
+    pid: int
+    pidfd: int
+    created_by: int
+    channel: socket.socket | None = None
+    destroyed_by: int | None = None
+    proc: int = -1
+    verifiers: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Verifier:
+    request: int
+    episode: Episode
+
+
+class Spawner:
+    """State: episodes by name, running verifiers by process id."""
+
+    def __init__(self, server: Channel, to_launcher: Channel, ground: worktree.Ground) -> None:
+        self.server, self.launcher, self.ground = server, to_launcher, ground
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.pause = init.pause_descriptor()
+        self.episodes: dict[str, Episode] = {}
+        self.verifiers: dict[int, Verifier] = {}
+        self.reactor = Reactor(on_child=self._child_ended)
+        self.reactor.watch(server.fileno(), self._request)
+
+    def run(self) -> None:
+        """Serve until the server is gone, then leave nothing behind."""
+        with contextlib.suppress(ChannelClosed):
+            self.reactor.run()
+        self._end_everything()
+
+    def _request(self) -> None:
+        message, fds = self.server.receive()
+        operation: Callable[[dict[str, Any], list[int]], None] = getattr(self, "_" + message["op"])
+        try:
+            operation(message, fds)
+        except (OSError, ValueError, KeyError) as error:
+            self._answer(message["id"], error=str(error))
+        finally:
+            close_all(fds)
+
+    def _answer(self, request: int, error: str | None = None) -> None:
+        self.server.send({"id": request, "ok": True} if error is None else {"id": request, "error": error})
+
+    # ------------------------------------------------------------ create
+    def _create(self, message: dict[str, Any], fds: list[int]) -> None:
+        spec = SandboxSpec.from_dict(message["spec"])
+        overlay = worktree.create(self.ground, spec.name, spec.layers)
+        sysfs = worktree.open_sysfs("sysfs")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            pid, pidfd = sc.clone3(
+                sc.CLONE_NEWUSER | sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
+            )
+            if pid == 0:
+                ours.close()
+                init.run(spec, self.ground.rung, init.Inside(theirs, overlay, sysfs, self.pause))
+        except OSError:
+            worktree.discard(spec.name)
+            raise
+        finally:
+            close_all([overlay, sysfs])
+            theirs.close()
+        episode = Episode(spec.name, pid, pidfd, message["id"], ours)
+        self.episodes[spec.name] = episode
+        userns.write_maps("/proc", pid, self.ground.rung.map_line)
+        self.reactor.watch(ours.fileno(), lambda: self._init_answered(episode))
+        ours.send(b"mapped")
+
+    def _init_answered(self, episode: Episode) -> None:
+        assert episode.channel is not None
+        answer, fds, _, _ = socket.recv_fds(episode.channel, 4096, len(init.HANDED_OUT))
+        self._forget_channel(episode)
+        if answer != b"ok":
+            # PID 1 is gone or going; its end is not the death of an episode that anybody has.
+            self._discard(episode)
+            self._answer(episode.created_by, error=f"cannot set up the sandbox: {answer.decode() or 'PID 1 died'}")
+            return
+        user, episode.proc = fds
+        opened = [self._open_namespace(episode, name) for name in ("pid", "mnt", "ipc", "uts")]
+        self.launcher.send({"op": "add", "name": episode.name}, [*opened, user, episode.proc])
+        close_all([*opened, user])
+        self._answer(episode.created_by)
+
+    def _forget_channel(self, episode: Episode) -> None:
+        if episode.channel is not None:
+            self.reactor.forget(episode.channel.fileno())
+            episode.channel.close()
+            episode.channel = None
+
+    def _open_namespace(self, episode: Episode, name: str) -> int:
+        return os.open(f"/proc/{episode.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+
+    # ------------------------------------------------------------ verify
+    def _verify(self, message: dict[str, Any], fds: list[int]) -> None:
+        request, episode = message["id"], self._episode(message["name"])
+        command = CommandSpec.from_dict(message["command"])
+        tests, logs = worktree.verifier_mounts(self.ground, episode.name, message["layer"])
+        opened = {name: self._open_namespace(episode, name) for name in ("pid", "mnt", "ipc", "uts", "user")}
+        try:
+            pid = processes.fork_into(opened["pid"], self.own_pids)
+            if pid == 0:
+                request = message["id"]
+                commands.become(
+                    command,
+                    fds,
+                    self._enter_as_verifier(opened, tests, logs),
+                    lambda reason: self._failed(request, reason),
+                )
+            self.verifiers[pid] = Verifier(message["id"], episode)
+            episode.verifiers.add(pid)
+        finally:
+            close_all([tests, logs, *opened.values()])
+
+    def _enter_as_verifier(self, opened: dict[str, int], tests: int, logs: int) -> Callable[[], None]:
+        def enter() -> None:
+            sc.setns(opened["mnt"], sc.CLONE_NEWNS)
+            # Still outside the episode's user namespace: with these mounts made inside it, root there remounted
+            # /tests read-write and changed the pristine files.
+            sc.unshare(sc.CLONE_NEWNS)
+            sc.move_mount(tests, "/tests")
+            sc.move_mount(logs, "/logs/verifier")
+            sc.setns(opened["ipc"], sc.CLONE_NEWIPC)
+            sc.setns(opened["uts"], sc.CLONE_NEWUTS)
+            sc.setns(opened["user"], sc.CLONE_NEWUSER)
+            userns.become_root(supplementary_groups=self.ground.rung.id_map[2] > 1)
+
+        return enter
+
+    def _failed(self, request: int, reason: str) -> None:
+        self.server.send({"event": "failed", "id": request, "error": reason})
+
+    def _kill(self, message: dict[str, Any], fds: list[int]) -> None:
+        for verifier in list(self.verifiers.values()):
+            if verifier.request == message["target"]:
+                self._kill_verifier(verifier.episode)
+
+    def _kill_verifier(self, episode: Episode) -> None:
+        """Kill all that verifiers left in the episode: whatever lives in its own user namespace but is not PID 1."""
+        with contextlib.suppress(OSError):
+            inode = os.stat(f"/proc/{episode.pid}/ns/user").st_ino
+            processes.kill_where(episode.proc, processes.in_user_namespace(episode.proc, inode))
+
+    # ------------------------------------------------------------ ends
+    def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
+        episode = self._episode(message["name"])
+        episode.destroyed_by = message["id"]
+        self._kill_init(episode)
+
+    def _kill_init(self, episode: Episode) -> None:
+        """Killing PID 1 kills all of its namespace. The launcher's descriptors would keep the namespaces alive."""
+        signal.pidfd_send_signal(episode.pidfd, signal.SIGKILL)
+        self._drop(episode)
+
+    def _drop(self, episode: Episode) -> None:
+        with contextlib.suppress(OSError):  # at the end the launcher may be gone already
+            self.launcher.send({"op": "drop", "name": episode.name})
+
+    def _episode(self, name: str) -> Episode:
+        if name not in self.episodes:
+            raise ValueError(f"there is no sandbox {name!r}")
+        return self.episodes[name]
+
+    def _child_ended(self, pid: int, status: int) -> None:
+        verifier = self.verifiers.pop(pid, None)
+        if verifier is not None:
+            verifier.episode.verifiers.discard(pid)
+            if verifier.episode.name in self.episodes:
+                self._kill_verifier(verifier.episode)
+            code = os.waitstatus_to_exitcode(status)
+            self.server.send({"event": "exit", "id": verifier.request, "status": code})
+            return
+        episode = next((one for one in self.episodes.values() if one.pid == pid), None)
+        if episode is not None and episode.channel is None:
+            self._init_ended(episode)
+        elif pid == self.launcher_pid:
+            # Without it nothing can be run any more: end, and say so by ending.
+            raise ChannelClosed
+
+    launcher_pid = -1
+
+    def _init_ended(self, episode: Episode) -> None:
+        if episode.destroyed_by is None:
+            self._drop(episode)
+            self.server.send({"event": "died", "name": episode.name})
+            self._discard(episode)
+            return
+        self._discard(episode)
+        self._answer(episode.destroyed_by)
+
+    def _discard(self, episode: Episode) -> None:
+        self.episodes.pop(episode.name, None)
+        close_all([fd for fd in (episode.pidfd, episode.proc) if fd >= 0])
+        worktree.discard(episode.name)
+
+    def _end_everything(self) -> None:
+        for episode in list(self.episodes.values()):
+            with contextlib.suppress(OSError):
+                self._kill_init(episode)
+        # The server is gone, so answers have nowhere to go.
+        self.server.send = lambda message, fds=(): None  # type: ignore[method-assign]
+        self.reactor.forget(self.server.fileno())
+        self.launcher_pid = -1
+        deadline = time.monotonic() + _LAST_REAPING_S
+        while self.episodes and time.monotonic() < deadline:
+            self.reactor.turn(50)
+        signal.signal(signal.SIGALRM, lambda number, frame: os._exit(0))
+        signal.alarm(_LAST_CLEANING_S)
+        worktree.demolish(self.ground.folder)
+
+
+def _own_socket(fd: str) -> Channel:
+    """The inherited socket, moved out of the low numbers that commands take."""
+    high = fcntl.fcntl(int(fd), fcntl.F_DUPFD_CLOEXEC, commands.FIRST_PRIVATE_FD)
+    os.close(int(fd))
+    return Channel(socket.socket(fileno=high))
+
+
+def _harden() -> None:
+    """Nobody below may look into the helpers; orphans of episodes come here; the terminal's signals do not."""
+    sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
+    sc.prctl(sc.PR_SET_DUMPABLE, 0)
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def main(arguments: list[str]) -> None:
+    """`arguments`: the config as JSON, and the numbers of the sockets to the server for spawner and launcher."""
+    server, launcher_server = _own_socket(arguments[1]), _own_socket(arguments[2])
+    _harden()
+    try:
+        ground = probe.choose_ground(SpawnerConfig.from_dict(json.loads(arguments[0])))
+    except OSError as error:
+        server.send({"error": str(error)})
+        sys.exit(1)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        server.sock.close()
+        launcher.main(launcher_server, _high(theirs), ground.rung)
+    theirs.close()
+    launcher_server.sock.close()
+    spawner = Spawner(server, _high(ours), ground)
+    spawner.launcher_pid = pid
+    _say_hello(server, ground)
+    spawner.run()
+
+
+def _high(sock: socket.socket) -> Channel:
+    return _own_socket(str(sock.detach()))
+
+
+def _say_hello(server: Channel, ground: worktree.Ground) -> None:
+    layers = os.open("shared/layers", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    server.send(
+        {"hello": ground.rung.name, "folder": ground.folder, "signals_scoped": launcher.signals_scoped()}, [layers]
+    )
+    os.close(layers)

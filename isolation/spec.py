@@ -1,0 +1,141 @@
+"""What a rung, a sandbox and a command are, as plain data that travels as JSON between server and spawner."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+FIRST_SUBORDINATE_ID = 100_000
+ID_COUNT = 65_536
+
+#: Top-level folders of the node's root that an episode sees, copy-on-write. Everything else is hidden.
+SYSTEM_FOLDERS = frozenset({"usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "opt", "var", "srv"})
+#: Folders that every episode has to itself, empty at first: path below the root -> mode.
+PRIVATE_FOLDERS = {
+    "tmp": 0o1777, "var/tmp": 0o1777, "run": 0o755, "run/lock": 0o1777, "root": 0o700, "home": 0o755, "mnt": 0o755,
+    "media": 0o755, "proc": 0o555, "sys": 0o555, "dev": 0o755, "tests": 0o755, "logs": 0o755, "logs/verifier": 0o755,
+}  # fmt: skip
+#: The episode's hostname is one for all, so that /etc/hosts can be part of the shared mask.
+HOSTNAME = "tbench"
+
+
+class Network(StrEnum):
+    """Whose network an episode uses. Private networks with egress are not built yet."""
+
+    HOST = "host"
+
+
+class _Data:
+    """Dataclasses that travel as JSON objects with the same keys."""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True)
+class Rung(_Data):
+    """One level of the isolation ladder: how the overlay, the ids and the base are made.
+
+    `id_map` is (first id inside, first id outside, count), as one line of /proc/PID/uid_map. `overlay_options` are
+    mount options of overlayfs without the layers. `idmapped` shifts the owners of the node's root by `id_map`.
+    """
+
+    name: str
+    title: str
+    id_map: tuple[int, int, int]
+    idmapped: bool
+    overlay_options: tuple[str, ...]
+    xattr_prefix: str
+    protect_proc_sys: bool
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def owner_shift(self) -> int:
+        """What to add to an id inside an episode to get the id that owns the file on disk."""
+        return self.id_map[1] if self.id_map[2] > 1 else 0
+
+    @property
+    def map_line(self) -> str:
+        return "{} {} {}\n".format(*self.id_map)
+
+    @property
+    def inner_map_line(self) -> str:
+        """The map of the agent's user namespace inside the episode's: the same ids."""
+        return f"0 0 {self.id_map[2]}\n"
+
+
+_ROOT_OVERLAY = ("redirect_dir=on", "metacopy=on", "volatile")
+RUNGS = {
+    rung.name: rung
+    for rung in (
+        Rung(
+            "1", "root over a real filesystem, idmapped", (0, FIRST_SUBORDINATE_ID, ID_COUNT), True, _ROOT_OVERLAY,
+            "trusted", False,
+        ),
+        Rung(
+            "2", "root over an overlay root, ids unshifted", (0, 0, ID_COUNT), False, _ROOT_OVERLAY, "trusted", True,
+            ("processes cannot be capped by RLIMIT_NPROC: root inside is root outside",),
+        ),
+        Rung(
+            "E", "root of a user namespace with a single id (enroot)", (0, 0, 1), False, ("userxattr", "volatile"),
+            "user", False,
+            (
+                "one user id only: chown, su, useradd and sshd do what the container fakes of them",
+                "renaming a folder of the node's root is EXDEV (mv copies instead)",
+            ),
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SandboxSpec(_Data):
+    """One sandbox: a worktree over `layers` over the node's root, and what it may use.
+
+    `name` is unique in the server's scratch folder. `layers` are names of folders made with `Spawner.layers`, the
+    topmost first. `processes_max` caps the processes of all the episode's users together, where the rung can.
+    """
+
+    name: str
+    layers: tuple[str, ...] = ()
+    network: Network = Network.HOST
+    processes_max: int | None = None
+
+
+@dataclass(frozen=True)
+class CommandSpec(_Data):
+    """One program to start in a sandbox: the file `path` with `argv`, in `cwd`, which is made if it is missing.
+
+    `path` is absolute, so that nothing an agent put on a PATH is ever run in its place. `tty` gives the program a
+    terminal of its own instead of the passed descriptors.
+    """
+
+    path: str
+    argv: tuple[str, ...]
+    cwd: str
+    env: dict[str, str]
+    tty: bool = False
+
+
+@dataclass(frozen=True)
+class SpawnerConfig(_Data):
+    """What the spawner is started with: candidate rungs and scratch folders, best first, and host paths to hide."""
+
+    rungs: tuple[str, ...]
+    scratch: tuple[str, ...]
+    hide: tuple[str, ...]
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    message = json.loads(data)
+    assert isinstance(message, dict)
+    return message

@@ -1,0 +1,206 @@
+"""The kernel's interface: constants and structs under their kernel names, one thin wrapper per system call.
+
+Every wrapper raises `OSError` through `_check`, which names the call, its arguments and, for the errors that hosts
+are set up to give, the setting that frees it. Numbers are those that x86_64 and aarch64 share; where the two differ
+(mount, unshare, pivot_root, ...) the call goes through libc.
+"""
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Sequence
+
+# linux/sched.h
+CLONE_NEWNS = 0x0002_0000
+CLONE_NEWUTS = 0x0400_0000
+CLONE_NEWIPC = 0x0800_0000
+CLONE_NEWUSER = 0x1000_0000
+CLONE_NEWPID = 0x2000_0000
+CLONE_NEWNET = 0x4000_0000
+CLONE_PIDFD = 0x0000_1000
+
+# linux/mount.h
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x4_0000
+MNT_DETACH = 2
+OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
+MOVE_MOUNT_F_EMPTY_PATH = 0x4
+FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC = 1, 1
+FSCONFIG_SET_FLAG, FSCONFIG_SET_STRING, FSCONFIG_CMD_CREATE = 0, 1, 6
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 0x1, 0x2, 0x4, 0x8
+MOUNT_ATTR_IDMAP = 0x0010_0000
+AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
+
+# linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36
+
+# linux/landlock.h; scopes exist since ABI 6 (Linux 6.12)
+LANDLOCK_CREATE_RULESET_VERSION = 1
+LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET, LANDLOCK_SCOPE_SIGNAL = 1, 2
+
+_SYS = {
+    "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
+    "clone3": 435, "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_restrict_self": 446,
+}  # fmt: skip
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+_libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
+_libc.unshare.argtypes = (ctypes.c_int,)
+_libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
+_libc.pivot_root.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+_libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+
+_USERNS_ADVICE = (
+    "user namespaces are switched off on this host: raise the sysctl user.max_user_namespaces, set "
+    "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where they exist, or allow "
+    "unshare and clone in the container's seccomp profile"
+)
+_ADMIN_ADVICE = (
+    "the process lacks CAP_SYS_ADMIN in its user namespace, or a seccomp or AppArmor profile blocks the call: run as "
+    "root with CAP_SYS_ADMIN (docker: --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt "
+    "apparmor=unconfined --security-opt systempaths=unconfined) or inside an unprivileged user namespace (enroot)"
+)
+_ADVICE = {
+    ("clone3", errno.EPERM): _USERNS_ADVICE,
+    ("clone3", errno.ENOSPC): _USERNS_ADVICE,
+    ("clone3", errno.ENOSYS): "a seccomp profile hides clone3 (docker's does without CAP_SYS_ADMIN): " + _ADMIN_ADVICE,
+    ("unshare", errno.EPERM): _ADMIN_ADVICE,
+    ("unshare", errno.ENOSPC): _USERNS_ADVICE,
+    ("mount", errno.EPERM): _ADMIN_ADVICE,
+    ("fsopen", errno.EPERM): _ADMIN_ADVICE,
+    ("fsmount", errno.EPERM): _ADMIN_ADVICE,
+    ("open_tree", errno.EPERM): _ADMIN_ADVICE,
+    ("fsopen", errno.ENODEV): "the kernel has no overlayfs: load the module overlay",
+}
+
+
+def _check(result: int, call: str, detail: object = "") -> int:
+    if result >= 0:
+        return result
+    number = ctypes.get_errno()
+    advice = _ADVICE.get((call, number))
+    message = f"{call}({detail}): {os.strerror(number)}" + (f" ({advice})" if advice else "")
+    raise OSError(number, message)
+
+
+def _syscall(call: str, *args: object, detail: object = "") -> int:
+    ctypes.set_errno(0)
+    return _check(_libc.syscall(ctypes.c_long(_SYS[call]), *args), call, detail)
+
+
+def _long(value: int) -> ctypes.c_long:
+    return ctypes.c_long(value)
+
+
+def clone3(flags: int) -> tuple[int, int]:
+    """Fork into new namespaces: (pid, pidfd) in the parent, (0, -1) in the child.
+
+    clone3 and not fork + unshare, because the child must be PID 1 of its namespace and the caller must stay outside
+    its user namespace.
+    """
+    pidfd = ctypes.c_int(-1)
+    # struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls
+    args = struct.pack("8Q", flags | CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, 17, 0, 0, 0)
+    pid = _syscall("clone3", args, _long(len(args)), detail=f"flags=0x{flags:x}")
+    return pid, pidfd.value if pid else -1
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare", f"0x{flags:x}")
+
+
+def setns(fd: int, kind: int) -> None:
+    _check(_libc.setns(fd, kind), "setns", f"fd {fd}, 0x{kind:x}")
+
+
+def mount(source: str, target: str, fstype: str = "", flags: int = 0, options: str = "") -> None:
+    result = _libc.mount(source.encode(), target.encode(), fstype.encode() or None, flags, options.encode() or None)
+    _check(result, "mount", f"{source}, {target}, {fstype or 'bind'}, 0x{flags:x}, {options!r}")
+
+
+def umount(target: str, flags: int = MNT_DETACH) -> None:
+    _check(_libc.umount2(target.encode(), flags), "umount2", target)
+
+
+def pivot_root(new_root: str, put_old: str) -> None:
+    _check(_libc.pivot_root(new_root.encode(), put_old.encode()), "pivot_root", f"{new_root}, {put_old}")
+
+
+def prctl(option: int, value: int = 0) -> None:
+    _check(_libc.prctl(option, value, 0, 0, 0), "prctl", f"{option}, {value}")
+
+
+def open_tree(path: str, flags: int = OPEN_TREE_CLONE) -> int:
+    """A detached, non-recursive clone of the mount at `path`, rooted there."""
+    return _syscall("open_tree", _long(AT_FDCWD), path.encode(), _long(flags | OPEN_TREE_CLOEXEC), detail=path)
+
+
+def move_mount(mount_fd: int, target: str) -> None:
+    _syscall(
+        "move_mount", _long(mount_fd), b"", _long(AT_FDCWD), target.encode(), _long(MOVE_MOUNT_F_EMPTY_PATH),
+        detail=target,
+    )  # fmt: skip
+
+
+def mount_setattr(mount_fd: int, attr_set: int, userns_fd: int = 0, *, recursive: bool = False) -> None:
+    """Change a detached mount: read-only, nosuid, ... or idmapped by the user namespace `userns_fd`."""
+    flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
+    attr = struct.pack("4Q", attr_set, 0, 0, userns_fd)  # struct mount_attr: set, clr, propagation, userns_fd
+    _syscall(
+        "mount_setattr", _long(mount_fd), b"", _long(flags), attr, _long(len(attr)),
+        detail=f"fd {mount_fd}, 0x{attr_set:x}",
+    )  # fmt: skip
+
+
+def mount_detached(fstype: str, options: Sequence[tuple[str, str | None]], attr: int = 0) -> int:
+    """A new filesystem as a detached mount (fsopen, fsconfig, fsmount); returns its descriptor.
+
+    Raises `OSError` with the kernel's own explanation, which it leaves to be read from the fsopen descriptor.
+    """
+    context = _syscall("fsopen", fstype.encode(), _long(FSOPEN_CLOEXEC), detail=fstype)
+    try:
+        for key, value in options:
+            _fsconfig(context, FSCONFIG_SET_STRING if value is not None else FSCONFIG_SET_FLAG, key, value)
+        _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
+        return _syscall("fsmount", _long(context), _long(FSMOUNT_CLOEXEC), _long(attr), detail=fstype)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}{_kernel_log(context)}; options {list(options)}") from None
+    finally:
+        os.close(context)
+
+
+def _fsconfig(context: int, command: int, key: str | None, value: str | None) -> None:
+    encoded = [None if text is None else text.encode() for text in (key, value)]
+    _syscall("fsconfig", _long(context), _long(command), *encoded, _long(0), detail=f"{key}={value}")
+
+
+def _kernel_log(context: int) -> str:
+    try:
+        lines = os.read(context, 4096).decode(errors="replace")
+    except OSError:
+        return ""
+    return f" [{lines.strip()}]"
+
+
+def landlock_abi() -> int:
+    """The kernel's landlock version, 0 when it has none."""
+    try:
+        return _syscall("landlock_create_ruleset", None, _long(0), _long(LANDLOCK_CREATE_RULESET_VERSION))
+    except OSError:
+        return 0
+
+
+def landlock_scope(scoped: int) -> None:
+    """Confine signals and abstract sockets of this process and its children to themselves.
+
+    No file access is handled, so mounts inside the episode's own namespaces stay possible.
+    """
+    ruleset = struct.pack("3Q", 0, 0, scoped)  # struct landlock_ruleset_attr: fs, net, scoped
+    fd = _syscall("landlock_create_ruleset", ruleset, _long(len(ruleset)), _long(0))
+    try:
+        _syscall("landlock_restrict_self", _long(fd), _long(0))
+    finally:
+        os.close(fd)
