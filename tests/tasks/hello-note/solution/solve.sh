@@ -1,0 +1,2 @@
+#!/bin/bash
+echo 'The kettle is on.' > /app/note.txt
