@@ -1,0 +1,19 @@
+"""JSON-RPC as OpenEnv's MCP endpoints speak it. Terminal-Bench-2 has no tools to list, and says so."""
+
+from typing import Any
+
+_INVALID_REQUEST, _METHOD_NOT_FOUND, _INTERNAL_ERROR = -32600, -32601, -32603
+
+
+def answer_json_rpc(request: Any) -> dict[str, Any]:
+    """The answer to one JSON-RPC 2.0 request."""
+    if not isinstance(request, dict) or not isinstance(request.get("method"), str):
+        return _error(None, _INVALID_REQUEST, "Invalid request: a JSON-RPC object with a method is needed")
+    method, request_id = request["method"], request.get("id")
+    if method in ("tools/list", "tools/call"):
+        return _error(request_id, _INTERNAL_ERROR, "Environment does not support MCP: use reset and step")
+    return _error(request_id, _METHOD_NOT_FOUND, f"Method not found: {method[:80]}")
+
+
+def _error(request_id: Any, code: int, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": message}}

@@ -1,0 +1,76 @@
+"""Results on disk: one folder per episode under TB2_OUTPUT_DIR, on the server's side only.
+
+<task>.<episode>/commands.jsonl   one line per action: what, when, how long, exit code, head of the output
+<task>.<episode>/verifier/        test-stdout.txt, the reward file, ctrf.json
+<task>.<episode>/result.json      the outcome
+"""
+
+import contextlib
+import itertools
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+#: Characters of a command and of its output that commands.jsonl keeps.
+_HEAD = 2000
+_COMMANDS = "commands.jsonl"
+
+
+class Run:
+    """The folder of one episode."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.verifier_folder = folder / "verifier"
+
+    def record(self, entry: dict[str, Any]) -> None:
+        """Append one action. Texts are shortened. A full disk loses the line, not the episode."""
+        short = {key: value[:_HEAD] if isinstance(value, str) else value for key, value in entry.items()}
+        with contextlib.suppress(OSError), (self.folder / _COMMANDS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(short) + "\n")
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            fresh = self.folder / "result.json.new"
+            fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            fresh.rename(self.folder / "result.json")
+
+
+class Runs:
+    """All runs of one output folder. `keep` bounds how many ended ones stay."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._live: set[Path] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, task_id: str, episode_id: str) -> Run:
+        """A fresh folder; an episode id that was used before gets a number. Raises: OSError."""
+        for suffix in itertools.chain([""], (f".{n}" for n in itertools.count(2))):
+            folder = self._folder / f"{task_id}.{episode_id}{suffix}"
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            (folder / _COMMANDS).touch()
+            self._live.add(folder)
+            return Run(folder)
+        raise AssertionError("itertools.count ended")
+
+    def end(self, run: Run) -> None:
+        """The run may now be removed, and the oldest beyond the bound are. Blocks: call it in a thread."""
+        with self._lock:
+            self._live.discard(run.folder)
+            for folder in self._ended()[: -self._keep or None]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _ended(self) -> list[Path]:
+        """Oldest first. Only what this module made counts: the output folder also holds the cache."""
+        found = []
+        for folder in self._folder.iterdir():
+            with contextlib.suppress(OSError):
+                if folder not in self._live:
+                    found.append(((folder / _COMMANDS).stat().st_mtime_ns, folder))
+        return [folder for _, folder in sorted(found)]

@@ -1,0 +1,93 @@
+"""One client's session: at most one live episode, replaced by reset, ended with the session."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
+from tbench2_env.server.episode import Episode
+from tbench2_env.server.services import Services
+from tbench2_env.server.tasks import UnknownTask
+
+
+class BadRequest(Exception):
+    """The client's message is wrong. `errors` are pydantic's, one for each field, or empty."""
+
+    def __init__(self, message: str, errors: list[dict[str, Any]] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or []
+
+
+class NoEpisode(Exception):
+    """The client acts before it has reset, or after it closed its episode."""
+
+
+class ResetRequest(BaseModel):
+    """The data of a reset message. Fields that upstream's server ignores are ignored here, too."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    task_id: str | None = None
+    task_name: str | None = None
+    task_path: str | None = None
+    path: str | None = None
+    # Becomes part of a folder's name.
+    episode_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    seed: int | None = None
+
+
+class Session:
+    """What a connection, or an in-process environment, drives."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._episode: Episode | None = None
+
+    async def reset(self, data: dict[str, Any]) -> Tbench2Observation:
+        """Begin an episode in place of the current one, which a wrong request leaves alone.
+
+        Raises: BadRequest, TaskError, SandboxError, OSError.
+        """
+        request = validate(ResetRequest, data)
+        catalogue = await self._services.catalogue.get()
+        task_id = request.task_id or request.task_name or self._services.settings.default_task_id
+        try:
+            task = catalogue.find(task_id, request.task_path or request.path)
+        except UnknownTask as error:
+            raise BadRequest(str(error)) from None
+        await self.close()
+        self._episode = await Episode.begin(self._services, task, request.episode_id)
+        return self._episode.first_observation()
+
+    async def step(self, data: dict[str, Any]) -> Tbench2Observation:
+        """Carry out one action. Raises: BadRequest, NoEpisode."""
+        action = validate(Tbench2Action, data)
+        if self._episode is None:
+            raise NoEpisode("there is no episode: reset first")
+        observation = await self._episode.step(action)
+        if action.action_type == "close":
+            self._episode = None
+        return observation
+
+    @property
+    def state(self) -> Tbench2State:
+        return self._episode.state if self._episode is not None else Tbench2State()
+
+    async def close(self) -> None:
+        """End the episode, if there is one."""
+        episode, self._episode = self._episode, None
+        if episode is not None:
+            await episode.discard()
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validate(model: type[ModelT], data: Any) -> ModelT:
+    """Raises: BadRequest naming each wrong field."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False)
+        fields = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'data'}: {each['msg']}" for each in errors)
+        raise BadRequest(f"Invalid message: {fields}", [dict(each) for each in errors]) from None

@@ -1,0 +1,73 @@
+"""Configuration: the only reader of the process environment. Read once, at the composition root, then frozen."""
+
+import tempfile
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEFAULT_REPO_URL = "https://github.com/laude-institute/terminal-bench-2.git"
+
+
+class SettingsError(Exception):
+    """A variable has a value that cannot be served; the text names it and the fix."""
+
+
+class Settings(BaseSettings):
+    """The server's variables. Durations are seconds, sizes bytes; an empty variable counts as unset."""
+
+    model_config = SettingsConfigDict(frozen=True, env_ignore_empty=True, populate_by_name=True, extra="ignore")
+
+    mode: str = Field("local", validation_alias="TB2_MODE")
+    tasks_dir: Path | None = Field(None, validation_alias="TB2_TASKS_DIR")
+    output_dir: Path = Field(Path("/tmp/tbench2_env_runs"), validation_alias="TB2_OUTPUT_DIR")
+    own_cache_dir: Path | None = Field(None, validation_alias="TB2_CACHE_DIR")
+    repo_url: str = Field(DEFAULT_REPO_URL, validation_alias="TB2_REPO_URL")
+    default_task_id: str = Field("headless-terminal", validation_alias="TB2_DEFAULT_TASK_ID")
+    command_timeout_s: float = Field(20.0, gt=0, le=86_400, validation_alias="TB2_COMMAND_TIMEOUT_S")
+    output_limit_bytes: int = Field(1 << 20, ge=1024, validation_alias="TB2_OUTPUT_LIMIT_BYTES")
+    task_workdir: str | None = Field(None, validation_alias="TB2_TASK_WORKDIR")
+    withhold_tests: str | None = Field(None, validation_alias="TB2_WITHHOLD_TESTS")
+    keep_runs: int = Field(1000, ge=0, validation_alias="TB2_KEEP_RUNS")
+    scratch_dir: Path | None = Field(None, validation_alias="TB2_SCRATCH_DIR")
+    max_concurrent_envs: int = Field(8, ge=1, validation_alias="MAX_CONCURRENT_ENVS")
+    enable_web_interface: bool = Field(False, validation_alias="ENABLE_WEB_INTERFACE")
+    log_format: str = Field("console", pattern="^(console|json)$", validation_alias="TB2_LOG_FORMAT")
+
+    @field_validator("mode")
+    @classmethod
+    def _only_local(cls, mode: str) -> str:
+        if mode.lower() != "local":
+            raise ValueError(
+                f"{mode!r} is not served: this server isolates episodes itself and needs no Docker; "
+                "unset TB2_MODE or set it to local"
+            )
+        return "local"
+
+    @field_validator("task_workdir")
+    @classmethod
+    def _absolute(cls, workdir: str | None) -> str | None:
+        if workdir is not None and not workdir.startswith("/"):
+            raise ValueError(f"{workdir!r} is not absolute: give a path as seen inside an episode, such as /app")
+        return workdir
+
+    @property
+    def cache_dir(self) -> Path:
+        return self.own_cache_dir or self.output_dir / "repo_cache"
+
+    @property
+    def scratch_candidates(self) -> list[str]:
+        """Where worktrees may go, best first: a real filesystem, then memory."""
+        if self.scratch_dir is not None:
+            return [str(self.scratch_dir)]
+        return [f"{folder}/tbench2_env_scratch" for folder in ("/var/tmp", tempfile.gettempdir(), "/dev/shm")]
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Raises: SettingsError, one line for each variable that cannot be served."""
+        try:
+            return cls()
+        except ValidationError as error:
+            lines = [f"{each['loc'][0]}: {each['msg'].removeprefix('Value error, ')}" for each in error.errors()]
+            raise SettingsError("; ".join(lines)) from None

@@ -1,0 +1,103 @@
+"""task.toml, typed: every version that Terminal-Bench-2 tasks have (see TASKS.md), unknown keys tolerated."""
+
+import re
+import tomllib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+DEFAULT_VERIFIER_TIMEOUT_S = 900.0
+_HOST_VARIABLE = re.compile(r"\$\{\w+")
+
+
+class TaskError(Exception):
+    """A task cannot be used as it is; the text names the file, the key and the fix."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class VerifierTable(_Table):
+    timeout_sec: float = Field(DEFAULT_VERIFIER_TIMEOUT_S, gt=0)
+    env: dict[str, str] = {}
+    user: str | int | None = None
+
+
+class AgentTable(_Table):
+    timeout_sec: float | None = Field(None, gt=0)
+    user: str | int | None = None
+
+
+class EnvironmentTable(_Table):
+    docker_image: str | None = None
+    workdir: str | None = Field(None, pattern="^/")
+    env: dict[str, str] = {}
+    cpus: float | None = None
+    memory: str | None = None
+    memory_mb: int | None = None
+    storage: str | None = None
+    storage_mb: int | None = None
+    gpus: int = 0
+    allow_internet: bool = True
+    network_mode: Literal["no-network", "public", "allowlist"] | None = None
+    allowed_hosts: list[str] = []
+    healthcheck: dict[str, Any] | None = None
+    mcp_servers: list[Any] = []
+
+
+class TaskConfig(_Table):
+    """What the server honours of task.toml. Timeouts are seconds, as in the file."""
+
+    verifier: VerifierTable = VerifierTable()
+    agent: AgentTable = AgentTable()
+    environment: EnvironmentTable = EnvironmentTable()
+    steps: list[Any] = []
+
+    def unmet(self) -> list[str]:
+        """Needs the task declares and this server does not meet, a sentence each."""
+        env, found = self.environment, []
+        limits = {
+            "cpus": env.cpus,
+            "memory": env.memory or (env.memory_mb and f"{env.memory_mb} MB"),
+            "storage": env.storage or (env.storage_mb and f"{env.storage_mb} MB"),
+        }
+        found += [f"environment.{key} = {value}: not enforced" for key, value in limits.items() if value]
+        if env.gpus:
+            found.append(f"environment.gpus = {env.gpus}: no GPU is passed into an episode")
+        if env.network_mode in ("no-network", "allowlist") or not env.allow_internet:
+            found.append("environment.network_mode: not enforced, the episode shares the host's network")
+        if env.docker_image:
+            found.append(f"environment.docker_image = {env.docker_image}: not pulled, the node's own root stands in")
+        found += [f"environment.{key}: not supported" for key in ("healthcheck", "mcp_servers") if getattr(env, key)]
+        found += [f"{table}.user = {user}: runs as root" for table, user in self._users() if user not in _ROOT]
+        if self.steps:
+            found.append("steps: not supported, the task runs as one step")
+        return found + self._host_variables()
+
+    def _users(self) -> list[tuple[str, str | int | None]]:
+        return [("agent", self.agent.user), ("verifier", self.verifier.user)]
+
+    def _host_variables(self) -> list[str]:
+        tables = {"verifier": self.verifier.env, "environment": self.environment.env}
+        return [
+            f"{table}.env.{key} = {value}: the server's own variables are never passed on"
+            for table, env in tables.items()
+            for key, value in env.items()
+            if _HOST_VARIABLE.search(value)
+        ]
+
+
+_ROOT = (None, "root", 0, "0", "")
+
+
+def parse(text: str) -> TaskConfig:
+    """Raises: TaskError naming the key that has a wrong value, or the line that is not TOML."""
+    try:
+        return TaskConfig.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"task.toml is not valid TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise TaskError(f"task.toml: {key} = {first['input']!r}: {first['msg']}") from None

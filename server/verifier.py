@@ -1,0 +1,180 @@
+"""The verifier: runs the task's harness out of the agent's reach and reads its verdict from the server's side."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import stat
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tbench2_env.isolation.sandbox import Sandbox
+from tbench2_env.isolation.spec import CommandSpec
+from tbench2_env.server.shell import BASH, Result, Runner, environment
+from tbench2_env.server.snapshots import Snapshot
+
+HARNESS = "tests/test.sh"
+#: Characters of the harness's output that the client gets.
+OUTPUT_TAIL = 20_000
+REWARD_FILE_MAX_BYTES = 64 << 10
+#: Bytes of each of the verifier's files that are kept among the results.
+_KEPT_FILE_MAX_BYTES = 16 << 20
+_KEPT_FILES = ("reward.txt", "reward.json", "ctrf.json")
+_PYTEST = ("/usr/bin/env", ("env", "python3", "-m", "pytest", "-q", "/tests", "-rA", "-p", "no:cacheprovider"))
+_PYTEST_PASSED, _PYTEST_FAILED = 0, 1
+
+
+class Reason(StrEnum):
+    """Why there is no verdict."""
+
+    TESTS_MISSING = "tests_missing"
+    REWARD_MISSING = "reward_missing"
+    REWARD_INVALID = "reward_invalid"
+    VERIFIER_TIMEOUT = "verifier_timeout"
+    HARNESS_BROKEN = "harness_broken"
+    SANDBOX_DEAD = "sandbox_dead"
+
+
+class NoVerdict(Exception):
+    """There is no reward, which is never the same as a reward of 0."""
+
+    def __init__(self, reason: Reason, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.reason, self.output = reason, output
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A finite reward. `harness` is set when tests/test.sh gave it; `rewards` are reward.json's other numbers."""
+
+    reward: float
+    output: str
+    exit_code: int
+    seconds: float
+    harness: str | None
+    rewards: dict[str, float] = field(default_factory=dict)
+
+
+async def verify(sandbox: Sandbox, snapshot: Snapshot, runner: Runner, results: Path) -> Verdict:
+    """Run the harness of `snapshot` in `sandbox`; its files are kept in the folder `results`.
+
+    Raises: NoVerdict, SandboxError.
+    """
+    if not snapshot.has_tests:
+        raise NoVerdict(Reason.TESTS_MISSING, "no verdict: the task has no tests/ folder")
+    timeout_s = snapshot.config.verifier.timeout_sec
+    command = _command(snapshot)
+    result = await runner.run(lambda fds: sandbox.start_verifier(command, fds, snapshot.name), timeout_s)
+    _keep(sandbox.verifier_folder, result, results)
+    tail = result.output[-OUTPUT_TAIL:]
+    if result.timed_out:
+        raise NoVerdict(Reason.VERIFIER_TIMEOUT, f"no verdict: the verifier timed out after {timeout_s:g} s", tail)
+    if not snapshot.has_test_script:
+        return Verdict(_pytest_reward(result), tail, result.exit_code, result.seconds, None)
+    try:
+        reward, rewards = read_reward(sandbox.verifier_folder)
+    except NoVerdict as error:
+        raise NoVerdict(error.reason, f"{error} (test.sh ended with exit code {result.exit_code})", tail) from None
+    return Verdict(reward, tail, result.exit_code, result.seconds, HARNESS, rewards)
+
+
+def _command(snapshot: Snapshot) -> CommandSpec:
+    path, argv = (BASH, ("bash", "/tests/test.sh")) if snapshot.has_test_script else _PYTEST
+    return CommandSpec(path, argv, snapshot.workdir, environment(snapshot.env, snapshot.config.verifier.env))
+
+
+def _pytest_reward(result: Result) -> float:
+    """pytest's exit code as a reward; it has codes of its own for not having run (docs.pytest.org, exit codes)."""
+    ran = result.exit_code in (_PYTEST_PASSED, _PYTEST_FAILED) and "No module named pytest" not in result.output[-400:]
+    if not ran:
+        message = f"no verdict: pytest could not run the tests (exit code {result.exit_code})"
+        raise NoVerdict(Reason.HARNESS_BROKEN, message, result.output[-OUTPUT_TAIL:])
+    return 1.0 if result.exit_code == _PYTEST_PASSED else 0.0
+
+
+# ---------------------------------------------------------------- reading the verdict
+def read_reward(folder: Path) -> tuple[float, dict[str, float]]:
+    """The reward in a verifier's folder, and reward.json's other numbers.
+
+    reward.json (a number, or an object whose `reward` is the reward) comes before reward.txt (a float), as in
+    harbor 0.25. Raises: NoVerdict.
+    """
+    text = _read_bounded(folder / "reward.json")
+    if text is not None:
+        return _parse_json(text)
+    text = _read_bounded(folder / "reward.txt")
+    if text is None:
+        raise NoVerdict(Reason.REWARD_MISSING, "no verdict: test.sh wrote no reward file")
+    return _finite(text, "reward.txt"), {}
+
+
+def _read_bounded(path: Path) -> str | None:
+    """The text of a regular file of bounded size; None when there is none."""
+    file = _open_regular(path, REWARD_FILE_MAX_BYTES)
+    if file is None:
+        return None
+    with file:
+        return file.read(REWARD_FILE_MAX_BYTES).decode("utf-8", errors="replace")
+
+
+def _open_regular(path: Path, max_bytes: int) -> BinaryIO | None:
+    """The file opened, if there is one; nothing is followed or waited for. Raises: NoVerdict naming what is wrong."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        kind = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise NoVerdict(Reason.REWARD_INVALID, f"no verdict: {path.name} is {kind}") from None
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode) and info.st_size <= max_bytes:
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    wrong = f"has {info.st_size} bytes, {max_bytes} at most" if stat.S_ISREG(info.st_mode) else "is not a regular file"
+    raise NoVerdict(Reason.REWARD_INVALID, f"no verdict: {path.name} {wrong}")
+
+
+def _parse_json(text: str) -> tuple[float, dict[str, float]]:
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        raise NoVerdict(Reason.REWARD_INVALID, f"no verdict: reward.json is not JSON: {text[:80]!r}") from None
+    if not isinstance(data, dict):
+        return _finite(data, "reward.json"), {}
+    if "reward" not in data:
+        raise NoVerdict(Reason.REWARD_INVALID, "no verdict: reward.json has no key reward")
+    others = {key: float(value) for key, value in data.items() if key != "reward" and _is_finite_number(value)}
+    return _finite(data["reward"], "reward.json"), others
+
+
+def _finite(value: Any, name: str) -> float:
+    """Raises: NoVerdict for anything but one finite number."""
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or (isinstance(value, str) and "_" in value):  # float("1_0") is Python's, not a file's
+        shown = repr(value)[:80]
+        raise NoVerdict(Reason.REWARD_INVALID, f"no verdict: {name} holds {shown}, which is no finite number")
+    return number
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+# ---------------------------------------------------------------- keeping the evidence
+def _keep(folder: Path, result: Result, results: Path) -> None:
+    """Copy what a verifier wrote, as far as it is regular files of sane size, to the episode's results."""
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "test-stdout.txt").write_text(result.output, encoding="utf-8")
+    for name in _KEPT_FILES:
+        with contextlib.suppress(NoVerdict):
+            source = _open_regular(folder / name, _KEPT_FILE_MAX_BYTES)
+            if source is not None:
+                with source, (results / name).open("wb") as target:
+                    shutil.copyfileobj(source, target)

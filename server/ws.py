@@ -1,0 +1,151 @@
+"""OpenEnv's WebSocket protocol on /ws: one connection is one session with at most one live episode.
+
+A route of our own where upstream's falls short: the socket is watched while an action runs, so that a lost client ends
+its episode at once, and it needs none of the 2,400 modules that importing openenv brings.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+
+from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.models import Tbench2Observation
+from tbench2_env.server.mcp import answer_json_rpc
+from tbench2_env.server.pool import CapacityReached
+from tbench2_env.server.services import Services
+from tbench2_env.server.session import BadRequest, NoEpisode, Session
+from tbench2_env.server.taskconfig import TaskError
+
+log = structlog.get_logger()
+
+#: Messages that a client may send ahead of their answers before it has to wait.
+_AHEAD_MAX = 64
+#: Bytes of one message, as much as the client accepts in return.
+MESSAGE_MAX_BYTES = 100 << 20
+
+
+class ClientGone(Exception):
+    """The connection is lost or closed."""
+
+
+def add_routes(app: FastAPI, services: Services) -> None:
+    @app.websocket("/ws")
+    async def ws(websocket: WebSocket) -> None:
+        await websocket.accept()
+        try:
+            with services.pool.take():
+                await _Connection(websocket, services).run()
+        except CapacityReached as full:
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                await websocket.send_text(
+                    _error("CAPACITY_REACHED", str(full), active_sessions=full.active, max_sessions=full.maximum)
+                )
+                await websocket.close()
+
+
+class _Connection:
+    """One connection: a task that reads ahead, and the loop that answers."""
+
+    def __init__(self, websocket: WebSocket, services: Services) -> None:
+        self._websocket = websocket
+        self._session = Session(services)
+        self._messages: asyncio.Queue[str] = asyncio.Queue(_AHEAD_MAX)
+
+    async def run(self) -> None:
+        reader = asyncio.create_task(self._read())
+        try:
+            with contextlib.suppress(ClientGone):
+                while (answer := await self._answer_next(reader)) is not None:
+                    await self._unless_gone(reader, self._websocket.send_text(answer))
+        finally:
+            reader.cancel()
+            # Whatever ends the connection ends its episode; a cancellation must not stop half-way.
+            await asyncio.shield(asyncio.ensure_future(self._session.close()))
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            await self._websocket.close()
+
+    async def _read(self) -> None:
+        """Ends when the client is gone."""
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            while True:
+                message = await self._websocket.receive()
+                if message["type"] == "websocket.disconnect":
+                    return
+                text = message.get("text")
+                await self._messages.put(
+                    text if text is not None else message.get("bytes", b"").decode(errors="replace")
+                )
+
+    async def _unless_gone(self, reader: "asyncio.Task[None]", work: Awaitable[Any]) -> Any:
+        """The result of `work`, which is cancelled at once when the client is gone. Raises: ClientGone."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, reader], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        except (WebSocketDisconnect, RuntimeError) as error:
+            raise ClientGone from error
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        raise ClientGone
+
+    async def _answer_next(self, reader: "asyncio.Task[None]") -> str | None:
+        """The answer to the next message; None when the client wants to close."""
+        text = await self._unless_gone(reader, self._messages.get())
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return _error("INVALID_JSON", f"Invalid JSON: {error}")
+        if not isinstance(message, dict):
+            return _error("INVALID_JSON", "Invalid JSON: a message is an object with a type")
+        kind = message.get("type")
+        if kind == "close":
+            return None
+        answer: str = await self._unless_gone(reader, self._answer(kind, message.get("data")))
+        return answer
+
+    async def _answer(self, kind: Any, data: Any) -> str:
+        try:
+            match kind:
+                case "reset":
+                    return _observation(await self._session.reset({} if data is None else data))
+                case "step":
+                    return _observation(await self._session.step(data))
+                case "state":
+                    return _frame("state", self._session.state.model_dump(mode="json"))
+                case "mcp":
+                    return _frame("mcp", answer_json_rpc(data))
+            return _error("UNKNOWN_TYPE", f"Unknown message type: {str(kind)[:80]}")
+        except BadRequest as error:
+            return _error("VALIDATION_ERROR", str(error), errors=error.errors)
+        except (NoEpisode, TaskError, SandboxError, OSError) as error:
+            return _error("EXECUTION_ERROR", str(error))
+        except Exception as error:
+            log.exception("unexpected error", message_type=kind)
+            return _error("EXECUTION_ERROR", f"{type(error).__name__}: {error}")
+
+
+def _observation(observation: Tbench2Observation) -> str:
+    return _frame("observation", serialize(observation))
+
+
+def serialize(observation: Tbench2Observation) -> dict[str, Any]:
+    """OpenEnv's shape: reward and done beside the observation."""
+    fields = observation.model_dump(mode="json", exclude={"reward", "done"})
+    return {"observation": fields, "reward": observation.reward, "done": observation.done}
+
+
+def _frame(kind: str, data: dict[str, Any]) -> str:
+    return json.dumps({"type": kind, "data": data})
+
+
+def _error(code: str, message: str, **more: Any) -> str:
+    return _frame("error", {"message": message, "code": code, **more})
