@@ -16,6 +16,7 @@ lint: $(STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	MYPYPATH=tests .venv/bin/mypy --explicit-package-bases --exclude tests/tasks tests
 	.venv/bin/lint-imports
 
 $(STAMP):

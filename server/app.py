@@ -2,10 +2,11 @@
 
 import argparse
 import asyncio
+import contextlib
 import resource
+import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
 
 import structlog
 import uvicorn
@@ -39,7 +40,7 @@ def create_app(services: Services) -> FastAPI:
     return app
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def running(settings: Settings) -> AsyncIterator[Services]:
     """Services from start to stop. Raises: SandboxError, OSError."""
     services = await Services.start(settings)
@@ -60,7 +61,18 @@ async def serve(settings: Settings, host: str, port: int) -> None:
             timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
         )  # fmt: skip
         log.info("listening", host=host, port=port, slots=settings.max_concurrent_envs)
-        await uvicorn.Server(config).serve()
+        await _Server(config).serve()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn kills its process with the signal it was stopped by, before anything is cleaned up; this one ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
 
 
 def raise_descriptor_limit() -> None:
