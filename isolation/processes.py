@@ -12,19 +12,45 @@ from tbench2_env.isolation import syscalls as sc
 _ROUNDS = 20
 
 
-def fork_into(pid_namespace: int, own_pid_namespace: int) -> int:
-    """Fork a child that lives in another PID namespace; the caller's further children are its own again.
+def fork_into(pid_namespace: int) -> int:
+    """Fork a child that lives in another PID namespace, from a process that forks nowhere else.
 
-    setns on a PID namespace only concerns children to come, and whoever forks into one must reap there.
+    setns on a PID namespace only concerns children to come. The way back is not taken, because it is EPERM where the
+    caller's own PID namespace belongs to an outer user namespace (enroot).
     """
     sc.setns(pid_namespace, sc.CLONE_NEWPID)
+    return os.fork()
+
+
+def fork_aside_into(pid_namespace: int) -> int:
+    """Fork a child that lives in another PID namespace, from a process that must stay able to make namespaces.
+
+    An intermediate process goes there and makes the child its sibling, so that the caller is the child's parent and
+    can reap it. Raises: OSError.
+    """
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    if os.fork() == 0:
+        pid = _fork_sibling(pid_namespace, write_end)
+        if pid:
+            os._exit(0)
+        return 0
+    os.close(write_end)
+    with os.fdopen(read_end, "r") as answers:
+        answer = answers.readline().strip()
+    if not answer.isdigit():
+        raise OSError(f"cannot fork into the sandbox: {answer or 'the intermediate process died'}")
+    return int(answer)
+
+
+def _fork_sibling(pid_namespace: int, answers: int) -> int:
     try:
-        pid = os.fork()
-    except OSError:
-        sc.setns(own_pid_namespace, sc.CLONE_NEWPID)
-        raise
+        sc.setns(pid_namespace, sc.CLONE_NEWPID)
+        pid, _ = sc.clone3(sc.CLONE_PARENT)
+    except OSError as error:
+        os.write(answers, str(error).replace("\n", " ").encode())
+        os._exit(1)
     if pid:
-        sc.setns(own_pid_namespace, sc.CLONE_NEWPID)
+        os.write(answers, str(pid).encode())
     return pid
 
 

@@ -64,7 +64,6 @@ class Spawner:
 
     def __init__(self, server: Channel, to_launcher: Channel, ground: worktree.Ground) -> None:
         self.server, self.launcher, self.ground = server, to_launcher, ground
-        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.pause = init.pause_descriptor()
         self.episodes: dict[str, Episode] = {}
         self.verifiers: dict[int, Verifier] = {}
@@ -146,7 +145,7 @@ class Spawner:
         tests, logs = worktree.verifier_mounts(self.ground, episode.name, message["layer"])
         opened = {name: self._open_namespace(episode, name) for name in ("pid", "mnt", "ipc", "uts", "user")}
         try:
-            pid = processes.fork_into(opened["pid"], self.own_pids)
+            pid = processes.fork_aside_into(opened["pid"])
             if pid == 0:
                 request = message["id"]
                 commands.become(

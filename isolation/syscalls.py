@@ -8,6 +8,7 @@ are set up to give, the setting that frees it. Numbers are those that x86_64 and
 import ctypes
 import errno
 import os
+import signal
 import struct
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ CLONE_NEWUSER = 0x1000_0000
 CLONE_NEWPID = 0x2000_0000
 CLONE_NEWNET = 0x4000_0000
 CLONE_PIDFD = 0x0000_1000
+CLONE_PARENT = 0x0000_8000
 
 # linux/mount.h
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
@@ -102,8 +104,10 @@ def clone3(flags: int) -> tuple[int, int]:
     its user namespace.
     """
     pidfd = ctypes.c_int(-1)
+    # A sibling (CLONE_PARENT) takes over its sister's signal and may not name one.
+    exit_signal = 0 if flags & CLONE_PARENT else signal.SIGCHLD
     # struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls
-    args = struct.pack("8Q", flags | CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, 17, 0, 0, 0)
+    args = struct.pack("8Q", flags | CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, exit_signal, 0, 0, 0)
     pid = _syscall("clone3", args, _long(len(args)), detail=f"flags=0x{flags:x}")
     return pid, pidfd.value if pid else -1
 
