@@ -60,6 +60,11 @@ class Rung(_Data):
         return self.id_map[1] if self.id_map[2] > 1 else 0
 
     @property
+    def caps_processes(self) -> bool:
+        """Whether RLIMIT_NPROC holds: the kernel does not count the processes of its own root."""
+        return self.id_map[1] != 0 or self.id_map[2] == 1
+
+    @property
     def map_line(self) -> str:
         return "{} {} {}\n".format(*self.id_map)
 

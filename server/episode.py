@@ -14,7 +14,7 @@ from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
 from tbench2_env.server import actions, shell, verifier
 from tbench2_env.server.actions import BadAction
 from tbench2_env.server.runs import Run
-from tbench2_env.server.services import Services
+from tbench2_env.server.services import PROCESSES_MAX, Services
 from tbench2_env.server.snapshots import Snapshot
 from tbench2_env.server.tasks import Task
 from tbench2_env.server.terminal import TerminalError, Terminals
@@ -46,7 +46,8 @@ class Episode:
         run = services.runs.begin(task.task_id, name)
         try:
             # The sandbox has a name of its own: episode ids are the client's choice and may come twice.
-            sandbox = await services.spawner.create(SandboxSpec(uuid.uuid4().hex, (snapshot.name,)))
+            spec = SandboxSpec(uuid.uuid4().hex, (snapshot.name,), processes_max=PROCESSES_MAX)
+            sandbox = await services.spawner.create(spec)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(services.runs.end, run))
             raise

@@ -12,6 +12,8 @@ from tbench2_env.server.shell import BASH, Runner, environment
 from tbench2_env.server.snapshots import Ground, Snapshots
 from tbench2_env.server.tasks import DefaultCatalogue
 
+#: Processes of one episode, all its users together: enough for a wide build, too few for a fork bomb to hurt.
+PROCESSES_MAX = 4096
 _TRIAL_TIMEOUT_S = 20.0
 
 
@@ -55,6 +57,7 @@ class Services:
                 "user_namespace": "its own, outside the agent's",
                 "signals_scoped": self.spawner.signals_scoped,
             },
+            "processes_max": PROCESSES_MAX if rung.caps_processes else None,
             "lacks": list(rung.lacks),
         }
 
