@@ -3,6 +3,7 @@
 import array
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from tbench2_env.isolation.spec import decode, encode
@@ -21,32 +22,59 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self._muted = False
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, 4 * MESSAGE_MAX)
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] | list[int] = ()) -> None:
-        """Raises: ValueError for a message over MESSAGE_MAX, OSError when the other side is gone."""
-        data = encode(message)
-        if len(data) > MESSAGE_MAX:
-            raise ValueError(f"message of {len(data)} bytes to the spawner, {MESSAGE_MAX} at most: shorten env or argv")
-        socket.send_fds(self.sock, [data], list(fds))
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Raises: ValueError for a message that is too large, ChannelClosed, BlockingIOError."""
+        check_size(message, fds)
+        if self._muted:
+            return
+        try:
+            socket.send_fds(self.sock, [encode(message)], list(fds))
+        except ConnectionError as error:
+            raise ChannelClosed from error
+
+    def mute(self) -> None:
+        """Send nothing from now on."""
+        self._muted = True
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
         """One whole message. Raises: ChannelClosed, BlockingIOError."""
-        ancillary_size = socket.CMSG_LEN(DESCRIPTORS_MAX * array.array("i").itemsize)
         try:
-            data, ancillary, _, _ = self.sock.recvmsg(MESSAGE_MAX, ancillary_size, socket.MSG_CMSG_CLOEXEC)
+            data, fds = receive_descriptors(self.sock, MESSAGE_MAX)
         except ConnectionError as error:
             raise ChannelClosed from error
-        fds = array.array("i")
-        for _, _, payload in ancillary:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
         if not data:
             raise ChannelClosed
-        return decode(data), list(fds)
+        return decode(data), fds
+
+
+def check_size(message: dict[str, Any], fds: Sequence[int]) -> None:
+    """Raises: ValueError naming the bound that the message or its descriptors break."""
+    size = len(encode(message))
+    if size > MESSAGE_MAX:
+        raise ValueError(f"message of {size} bytes to the spawner, {MESSAGE_MAX} at most: shorten env or argv")
+    if len(fds) > DESCRIPTORS_MAX:
+        raise ValueError(f"{len(fds)} descriptors with one message, {DESCRIPTORS_MAX} at most")
+
+
+def receive_descriptors(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """One message of at most `size` bytes and its descriptors, close-on-exec.
+
+    `socket.recv_fds` leaves them open in whatever is executed next, and ignores the flag that would not: a verifier
+    then had a handle on every live episode's /proc.
+    """
+    ancillary_size = socket.CMSG_LEN(DESCRIPTORS_MAX * array.array("i").itemsize)
+    data, ancillary, _, _ = sock.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for _, _, payload in ancillary:
+        fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, list(fds)
 
 
 def close_all(fds: list[int]) -> None:

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import signal
 import socket
 import termios
 from collections.abc import Callable
@@ -27,7 +26,7 @@ def become(command: CommandSpec, fds: list[int], enter: Callable[[], None], repo
     master is sent, and the others become 3, 4, ...
     """
     try:
-        _reset_signals()
+        sc.leave_session_keyring()
         # Orphans of the command stay below it while it lives, so that a timeout finds its whole tree.
         sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
         parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE_FD) for fd in fds]
@@ -43,13 +42,6 @@ def become(command: CommandSpec, fds: list[int], enter: Callable[[], None], repo
     except BaseException as error:
         report(f"{command.path}: {error}")
     os._exit(NOT_STARTED)
-
-
-def _reset_signals() -> None:
-    # Python ignores these two, and an ignored signal stays ignored across exec.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _open_terminal(reply_fd: int) -> list[int]:

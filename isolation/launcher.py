@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tbench2_env.isolation import command as commands
-from tbench2_env.isolation import processes, userns
+from tbench2_env.isolation import processes, seccomp, userns
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
 from tbench2_env.isolation.init import prefer_for_oom_killer
@@ -21,7 +21,7 @@ from tbench2_env.isolation.reactor import Reactor
 from tbench2_env.isolation.spec import CommandSpec, Rung
 
 #: The order in which the spawner sends an episode's descriptors.
-NAMESPACES = ("pid", "mnt", "ipc", "uts", "user", "proc")
+NAMESPACES = ("user", "pid", "mnt", "ipc", "uts", "proc")
 _KINDS = {"mnt": sc.CLONE_NEWNS, "ipc": sc.CLONE_NEWIPC, "uts": sc.CLONE_NEWUTS, "user": sc.CLONE_NEWUSER}
 
 
@@ -126,6 +126,8 @@ def main(server: Channel, spawner: Channel, rung: Rung) -> NoReturn:
     prefer_for_oom_killer()
     if signals_scoped():
         sc.landlock_scope(sc.LANDLOCK_SCOPE_SIGNAL | sc.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET)
+    with contextlib.suppress(OSError, KeyError):  # a kernel without seccomp, another machine
+        seccomp.refuse_foreign_limits()
     Launcher(server, spawner, rung).run()
 
 

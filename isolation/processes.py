@@ -1,6 +1,7 @@
 """Processes of an episode, from outside its PID namespace: forked into it, found and killed through its /proc."""
 
 import contextlib
+import fcntl
 import os
 import signal
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from tbench2_env.isolation import syscalls as sc
 #: Rounds of "find and stop" before the kill. Stopped processes do not fork, so two or three are enough for anything
 #: but a fork bomb.
 _ROUNDS = 20
+_PF_EXITING = 0x4  # linux/sched.h; flags are field 9 of proc_pid_stat(5)
+_NS_GET_PARENT = 0xB702  # linux/nsfs.h, ioctl_ns(2)
 
 
 def fork_into(pid_namespace: int) -> int:
@@ -31,6 +34,7 @@ def fork_aside_into(pid_namespace: int) -> int:
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     if os.fork() == 0:
         pid = _fork_sibling(pid_namespace, write_end)
+        os.close(write_end)
         if pid:
             os._exit(0)
         return 0
@@ -50,7 +54,7 @@ def _fork_sibling(pid_namespace: int, answers: int) -> int:
         os.write(answers, str(error).replace("\n", " ").encode())
         os._exit(1)
     if pid:
-        os.write(answers, str(pid).encode())
+        os.write(answers, f"{pid}\n".encode())
     return pid
 
 
@@ -96,15 +100,34 @@ def kill_where(proc: int, wanted: Callable[[int], bool]) -> None:
             break
 
 
-def in_user_namespace(proc: int, inode: int) -> Callable[[int], bool]:
-    """A test for `kill_where`: does the process live in the user namespace with this inode?"""
+def in_user_namespace(proc: int, inode: int, but_not: int) -> Callable[[int], bool]:
+    """A test for `kill_where`: does the process live in the user namespace `inode` or below, but not in `but_not`?
+
+    A process that is still on its way in, from outside both, is left alone.
+    """
 
     def wanted(pid: int) -> bool:
         with contextlib.suppress(OSError):
-            return os.stat(f"{pid}/ns/user", dir_fd=proc).st_ino == inode
+            fd = os.open(f"{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+            inodes = _with_parents(fd)
+            return inode in inodes and but_not not in inodes
         return False
 
     return wanted
+
+
+def _with_parents(user_namespace: int) -> list[int]:
+    """Inodes of a user namespace and of those above it, as far as the caller may see. Closes the descriptor."""
+    inodes = []
+    while user_namespace >= 0:
+        inodes.append(os.fstat(user_namespace).st_ino)
+        try:
+            parent = fcntl.ioctl(user_namespace, _NS_GET_PARENT)
+        except OSError:  # EPERM: the parent is not below the caller's own
+            parent = -1
+        os.close(user_namespace)
+        user_namespace = parent
+    return inodes
 
 
 def inner_pid(pid: int) -> int:
@@ -114,6 +137,16 @@ def inner_pid(pid: int) -> int:
             if line.startswith("NSpid:"):
                 return int(line.split()[-1])
     raise ProcessLookupError(pid)
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether our child `pid` is on its way out, as a PID 1 is while it takes its namespace's processes along."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
 
 def _pids(proc: int) -> list[int]:

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tbench2_env.isolation import probe
-from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
+from tbench2_env.isolation import probe, worktree
+from tbench2_env.isolation.channel import Channel, ChannelClosed, check_size, close_all, receive_descriptors
 from tbench2_env.isolation.spec import RUNGS, CommandSpec, Rung, SandboxSpec, SpawnerConfig
 
 #: Seconds that the spawner may take for one request. Its work takes milliseconds; this only ends a wait on a host that
@@ -67,7 +67,8 @@ class Process:
     def kill(self) -> None:
         """Kill it and everything it started; `wait` then answers."""
         if not self.exited.done():
-            self._channel.post({"id": 0, "op": "kill", "target": self._request})
+            with contextlib.suppress(SandboxError):  # with the helpers, all that they started is gone
+                self._channel.post({"id": 0, "op": "kill", "target": self._request})
 
 
 class _AsyncChannel:
@@ -82,16 +83,16 @@ class _AsyncChannel:
 
     def post(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send now, or as soon as the other side has read enough; the caller keeps its descriptors either way."""
-        if self._unsent:
-            self._unsent.append((message, [os.dup(fd) for fd in fds]))
-            return
+        check_size(message, fds)
         try:
-            self._channel.send(message, list(fds))
+            if not self._unsent:
+                self._channel.send(message, fds)
+                return
         except BlockingIOError:
-            self._unsent.append((message, [os.dup(fd) for fd in fds]))
             self._loop.add_writer(self._channel.fileno(), self._send_more)
-        except OSError as error:
-            raise SandboxError("the spawner is gone") from error
+        except (OSError, ChannelClosed) as error:
+            raise SandboxError("the sandbox is dead: the spawner process died") from error
+        self._unsent.append((message, [os.dup(fd) for fd in fds]))
 
     def _send_more(self) -> None:
         try:
@@ -101,7 +102,7 @@ class _AsyncChannel:
             self._loop.remove_writer(self._channel.fileno())
         except BlockingIOError:
             pass
-        except OSError:
+        except (OSError, ChannelClosed):
             self._spawner._lost()
 
     def _receive(self) -> None:
@@ -159,6 +160,16 @@ class Sandbox:
             master = await _receive_descriptor(ours, process)
         return process, master
 
+    async def confirm(self) -> None:
+        """Return if the sandbox is alive now. Raises: SandboxError saying what died."""
+        self._check_alive()
+        try:
+            await self._spawner._ask({"op": "check", "name": self.spec.name})
+        except SandboxError as error:
+            if not self.died.done():
+                self.died.set_result(str(error))
+            raise
+
     async def destroy(self) -> None:
         """Kill all that runs in it and discard its worktree. A sandbox that is gone already is no error."""
         await self._spawner._destroy(self)
@@ -180,7 +191,7 @@ async def _receive_descriptor(sock: socket.socket, process: Process) -> int:
     loop.add_reader(sock.fileno(), lambda: _set(readable))
     try:
         await readable
-        _, fds, _, _ = socket.recv_fds(sock, 16, 1)
+        _, fds = receive_descriptors(sock, 16)
     finally:
         loop.remove_reader(sock.fileno())
     if not fds:
@@ -205,6 +216,8 @@ class Spawner:
         self._hello: asyncio.Future[tuple[dict[str, Any], list[int]]] = asyncio.get_running_loop().create_future()
         self._cleaners = concurrent.futures.ThreadPoolExecutor(2, "discard")
         self._layers_fd = -1
+        self._gone = False
+        self._undoing: set[asyncio.Task[None]] = set()
         self.control: _AsyncChannel
         self.launcher: _AsyncChannel
         self.rung: Rung
@@ -250,24 +263,46 @@ class Spawner:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._gone and self._process.poll() is None
+
+    def scratch_bytes(self, entries_max: int = 200_000) -> int:
+        """Bytes that worktrees hold, trash included; counts at most `entries_max` files. Blocks."""
+        total = 0
+        for kind in ("episodes", "trash"):
+            for parent, _, files in os.walk(self.folder / kind):
+                for name in files:
+                    with contextlib.suppress(OSError):
+                        total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+                entries_max -= len(files)
+                if entries_max < 0:
+                    return total
+        return total
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """A new sandbox, ready for commands. Raises: SandboxError naming what the host refused."""
-        sandbox = Sandbox(self, spec)
-        self._sandboxes[spec.name] = sandbox
+        if spec.name in self._sandboxes:
+            raise SandboxError(f"there is a sandbox {spec.name!r} already")
+        sandbox = self._sandboxes[spec.name] = Sandbox(self, spec)
         creation = asyncio.ensure_future(self._ask({"op": "create", "spec": spec.to_dict()}))
         try:
             await asyncio.shield(creation)
         except asyncio.CancelledError:
             # The spawner is at it already: let it finish, then undo it.
-            creation.add_done_callback(lambda done: done.exception() or asyncio.ensure_future(self._destroy(sandbox)))
+            creation.add_done_callback(lambda done: self._undo(sandbox, done))
             raise
         except SandboxError:
             self._sandboxes.pop(spec.name, None)
             self._delete(spec.name)
             raise
         return sandbox
+
+    def _undo(self, sandbox: Sandbox, creation: "asyncio.Future[None]") -> None:
+        if creation.exception() is None:
+            self._undoing.add(task := asyncio.ensure_future(self._destroy(sandbox)))
+            task.add_done_callback(self._undoing.discard)
+        else:
+            self._sandboxes.pop(sandbox.spec.name, None)
+            self._delete(sandbox.spec.name)
 
     async def stop(self) -> None:
         """End every sandbox and the spawner; its scratch folder is removed."""
@@ -278,6 +313,8 @@ class Spawner:
         self._lost()
         await asyncio.to_thread(self._cleaners.shutdown)
         if self._layers_fd >= 0:
+            # Deletions of ours may have been in the spawner's way when it removed the folder.
+            await asyncio.to_thread(worktree.remove, str(self.folder))
             os.close(self._layers_fd)
             self._layers_fd = -1
 
@@ -318,7 +355,11 @@ class Spawner:
 
         def delete() -> None:
             for folder in [trash / name, *trash.glob(f"{name}.*")]:
-                shutil.rmtree(folder, ignore_errors=True)
+                # An end may be heard of twice; two deletions of one folder would each miss what the other is at.
+                own = trash / f".deleting-{os.urandom(8).hex()}"
+                with contextlib.suppress(FileNotFoundError):
+                    folder.rename(own)
+                    shutil.rmtree(own, ignore_errors=True)
 
         with contextlib.suppress(RuntimeError):  # shut down: the spawner removes the whole folder
             self._cleaners.submit(delete)
@@ -365,6 +406,7 @@ class Spawner:
 
     def _lost(self) -> None:
         """The spawner is gone, and with it everything it made."""
+        self._gone = True
         self.control.close()
         self.launcher.close()
         error = SandboxError("the sandbox is dead: the spawner process died")

@@ -4,8 +4,8 @@ Three processes and three channels. The *server* (asyncio, many threads, may not
 create and destroy sandboxes and to run verifiers; it asks the *launcher*, a landlocked fork of the spawner, to run the
 agents' commands; the spawner hands the launcher each new episode's descriptors before it answers the server.
 
-    server -> spawner    {"id", "op": "create" | "destroy" | "verify" | "kill"} -> {"id", "ok"} or {"id", "error"}
-    server -> launcher   {"id", "op": "exec"} and {"op": "kill"}
+    server -> spawner    {"id", "op": "create" | "check" | "destroy" | "verify"} -> {"id", "ok"} or {"id", "error"}
+    server -> launcher   {"id", "op": "exec"}; to both {"op": "kill"}
     events to the server {"event": "exit" | "failed", "id", ...}, {"event": "died", "name"}
 
 When the server is gone its channel closes, the spawner kills every episode, removes its scratch folder and ends; when
@@ -29,7 +29,7 @@ from typing import Any
 from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import init, launcher, probe, processes, userns, worktree
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
+from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, receive_descriptors
 from tbench2_env.isolation.reactor import Reactor
 from tbench2_env.isolation.spec import CommandSpec, SandboxSpec, SpawnerConfig
 
@@ -50,6 +50,8 @@ class Episode:
     channel: socket.socket | None = None
     destroyed_by: int | None = None
     proc: int = -1
+    #: Inode of the user namespace that the agent's processes live in.
+    agents: int = -1
     verifiers: set[int] = field(default_factory=set)
 
 
@@ -73,8 +75,19 @@ class Spawner:
     def run(self) -> None:
         """Serve until the server is gone, then leave nothing behind."""
         with contextlib.suppress(ChannelClosed):
+            self._say_hello()
             self.reactor.run()
         self._end_everything()
+
+    def _say_hello(self) -> None:
+        layers = os.open("shared/layers", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        hello = {
+            "hello": self.ground.rung.name,
+            "folder": self.ground.folder,
+            "signals_scoped": launcher.signals_scoped(),
+        }
+        self.server.send(hello, [layers])
+        os.close(layers)
 
     def _request(self) -> None:
         message, fds = self.server.receive()
@@ -110,24 +123,40 @@ class Spawner:
             theirs.close()
         episode = Episode(spec.name, pid, pidfd, message["id"], ours)
         self.episodes[spec.name] = episode
-        userns.write_maps("/proc", pid, self.ground.rung.map_line)
         self.reactor.watch(ours.fileno(), lambda: self._init_answered(episode))
-        ours.send(b"mapped")
+        # If it dies before it has answered, its channel says so.
+        with contextlib.suppress(OSError):
+            userns.write_maps("/proc", pid, self.ground.rung.map_line)
+            ours.send(b"mapped")
 
     def _init_answered(self, episode: Episode) -> None:
         assert episode.channel is not None
-        answer, fds, _, _ = socket.recv_fds(episode.channel, 4096, len(init.HANDED_OUT))
-        self._forget_channel(episode)
-        if answer != b"ok":
+        try:
+            answer, fds = receive_descriptors(episode.channel, 4096)
+            self._forget_channel(episode)
+            if answer != b"ok":
+                raise OSError(answer.decode(errors="replace") or "PID 1 died")
+            user, episode.proc = fds
+            episode.agents = os.fstat(user).st_ino
+            self._announce(episode, user)
+        except OSError as error:
             # PID 1 is gone or going; its end is not the death of an episode that anybody has.
+            self._forget_channel(episode)
+            self._signal_init(episode)
             self._discard(episode)
-            self._answer(episode.created_by, error=f"cannot set up the sandbox: {answer.decode() or 'PID 1 died'}")
+            self._answer(episode.created_by, error=f"cannot set up the sandbox: {error}")
             return
-        user, episode.proc = fds
-        opened = [self._open_namespace(episode, name) for name in ("pid", "mnt", "ipc", "uts")]
-        self.launcher.send({"op": "add", "name": episode.name}, [*opened, user, episode.proc])
-        close_all([*opened, user])
         self._answer(episode.created_by)
+
+    def _announce(self, episode: Episode, user: int) -> None:
+        """Hand the launcher the descriptors of a new episode's namespaces."""
+        opened = [user]
+        try:
+            for name in ("pid", "mnt", "ipc", "uts"):
+                opened.append(self._open_namespace(episode, name))
+            self.launcher.send({"op": "add", "name": episode.name}, [*opened, episode.proc])
+        finally:
+            close_all(opened)
 
     def _forget_channel(self, episode: Episode) -> None:
         if episode.channel is not None:
@@ -178,15 +207,16 @@ class Spawner:
         self.server.send({"event": "failed", "id": request, "error": reason})
 
     def _kill(self, message: dict[str, Any], fds: list[int]) -> None:
-        for verifier in list(self.verifiers.values()):
+        for pid, verifier in self.verifiers.items():
             if verifier.request == message["target"]:
+                os.kill(pid, signal.SIGKILL)  # it may not have become one yet
                 self._kill_verifier(verifier.episode)
 
     def _kill_verifier(self, episode: Episode) -> None:
-        """Kill all that verifiers left in the episode: whatever lives in its own user namespace but is not PID 1."""
+        """Kill all that verifiers left in the episode: whatever is neither the agent's nor PID 1."""
         with contextlib.suppress(OSError):
-            inode = os.stat(f"/proc/{episode.pid}/ns/user").st_ino
-            processes.kill_where(episode.proc, processes.in_user_namespace(episode.proc, inode))
+            own = os.stat(f"/proc/{episode.pid}/ns/user").st_ino
+            processes.kill_where(episode.proc, processes.in_user_namespace(episode.proc, own, but_not=episode.agents))
 
     # ------------------------------------------------------------ ends
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -194,25 +224,36 @@ class Spawner:
         episode.destroyed_by = message["id"]
         self._kill_init(episode)
 
+    def _check(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Whether the episode lives: asked when a command was killed, which is heard of before its PID 1's end."""
+        episode = self._episode(message["name"])
+        if processes.is_exiting(episode.pid):
+            raise ValueError("the sandbox is dead: its PID 1 was killed")
+        self._answer(message["id"])
+
     def _kill_init(self, episode: Episode) -> None:
         """Killing PID 1 kills all of its namespace. The launcher's descriptors would keep the namespaces alive."""
-        signal.pidfd_send_signal(episode.pidfd, signal.SIGKILL)
+        self._signal_init(episode)
         self._drop(episode)
 
+    def _signal_init(self, episode: Episode) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(episode.pidfd, signal.SIGKILL)
+
     def _drop(self, episode: Episode) -> None:
-        with contextlib.suppress(OSError):  # at the end the launcher may be gone already
-            self.launcher.send({"op": "drop", "name": episode.name})
+        self.launcher.send({"op": "drop", "name": episode.name})
 
     def _episode(self, name: str) -> Episode:
         if name not in self.episodes:
-            raise ValueError(f"there is no sandbox {name!r}")
+            raise ValueError(f"there is no sandbox {name!r} any more: its PID 1 was killed")
         return self.episodes[name]
 
     def _child_ended(self, pid: int, status: int) -> None:
         verifier = self.verifiers.pop(pid, None)
         if verifier is not None:
             verifier.episode.verifiers.discard(pid)
-            if verifier.episode.name in self.episodes:
+            # Not while another runs, which would be killed, too; its own end cleans up.
+            if verifier.episode.name in self.episodes and not verifier.episode.verifiers:
                 self._kill_verifier(verifier.episode)
             code = os.waitstatus_to_exitcode(status)
             self.server.send({"event": "exit", "id": verifier.request, "status": code})
@@ -229,8 +270,8 @@ class Spawner:
     def _init_ended(self, episode: Episode) -> None:
         if episode.destroyed_by is None:
             self._drop(episode)
+            self._discard(episode)  # before the news: the server then deletes what was renamed away
             self.server.send({"event": "died", "name": episode.name})
-            self._discard(episode)
             return
         self._discard(episode)
         self._answer(episode.destroyed_by)
@@ -241,11 +282,11 @@ class Spawner:
         worktree.discard(episode.name)
 
     def _end_everything(self) -> None:
+        # Whoever would hear is gone or going.
+        self.server.mute()
+        self.launcher.mute()
         for episode in list(self.episodes.values()):
-            with contextlib.suppress(OSError):
-                self._kill_init(episode)
-        # The server is gone, so answers have nowhere to go.
-        self.server.send = lambda message, fds=(): None  # type: ignore[method-assign]
+            self._kill_init(episode)
         self.reactor.forget(self.server.fileno())
         self.launcher_pid = -1
         deadline = time.monotonic() + _LAST_REAPING_S
@@ -268,8 +309,15 @@ def _harden() -> None:
     sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
     sc.prctl(sc.PR_SET_DUMPABLE, 0)
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    sc.leave_session_keyring()
+    # An ignored signal stays ignored across exec, and bash cannot undo that: commands must get none of those that
+    # Python ignores or that the server was started with (nohup, a script's `&`). What the helpers ignore, they catch.
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    sc.restore_thread_signals()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, lambda number, frame: None)
 
 
 def main(arguments: list[str]) -> None:
@@ -279,7 +327,8 @@ def main(arguments: list[str]) -> None:
     try:
         ground = probe.choose_ground(SpawnerConfig.from_dict(json.loads(arguments[0])))
     except OSError as error:
-        server.send({"error": str(error)})
+        with contextlib.suppress(ChannelClosed):
+            server.send({"error": str(error)})
         sys.exit(1)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -291,17 +340,8 @@ def main(arguments: list[str]) -> None:
     launcher_server.sock.close()
     spawner = Spawner(server, _high(ours), ground)
     spawner.launcher_pid = pid
-    _say_hello(server, ground)
     spawner.run()
 
 
 def _high(sock: socket.socket) -> Channel:
     return _own_socket(str(sock.detach()))
-
-
-def _say_hello(server: Channel, ground: worktree.Ground) -> None:
-    layers = os.open("shared/layers", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    server.send(
-        {"hello": ground.rung.name, "folder": ground.folder, "signals_scoped": launcher.signals_scoped()}, [layers]
-    )
-    os.close(layers)

@@ -41,6 +41,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 4, 1
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET, LANDLOCK_SCOPE_SIGNAL = 1, 2
 
+_KEYCTL_JOIN_SESSION_KEYRING = 1  # linux/keyctl.h
+
 _SYS = {
     "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
     "clone3": 435, "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_restrict_self": 446,
@@ -133,8 +135,8 @@ def pivot_root(new_root: str, put_old: str) -> None:
     _check(_libc.pivot_root(new_root.encode(), put_old.encode()), "pivot_root", f"{new_root}, {put_old}")
 
 
-def prctl(option: int, value: int = 0) -> None:
-    _check(_libc.prctl(option, value, 0, 0, 0), "prctl", f"{option}, {value}")
+def prctl(option: int, value: int = 0, argument: int = 0) -> None:
+    _check(_libc.prctl(option, value, argument, 0, 0), "prctl", f"{option}, {value}")
 
 
 def open_tree(path: str, flags: int = OPEN_TREE_CLONE) -> int:
@@ -187,6 +189,26 @@ def _kernel_log(context: int) -> str:
     except OSError:
         return ""
     return f" [{lines.strip()}]"
+
+
+def restore_thread_signals() -> None:
+    """Give the two signals that the C library keeps to itself, and refuses to touch, their default action."""
+    rt_sigaction = {"x86_64": 13, "aarch64": 134}.get(os.uname().machine)
+    if rt_sigaction is not None:
+        default = bytes(32)  # struct sigaction of the kernel: handler SIG_DFL, no flags, no restorer, an empty mask
+        for number in (32, 33):
+            _libc.syscall(_long(rt_sigaction), _long(number), default, None, _long(8))
+
+
+def leave_session_keyring() -> None:
+    """Join a new, empty session keyring. Keyrings are inherited, and whoever has one can read its keys.
+
+    Where the call is refused (docker's seccomp profile) it is refused to those who come after, too; at the quota of
+    keys of an unprivileged user, the keyring that the spawner joined, equally empty of the host's keys, is kept.
+    """
+    keyctl = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
+    if keyctl is not None:
+        _libc.syscall(_long(keyctl), _long(_KEYCTL_JOIN_SESSION_KEYRING), None)
 
 
 def landlock_abi() -> int:

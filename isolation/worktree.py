@@ -78,13 +78,20 @@ def demolish(folder: str) -> None:
     for name in _MOUNT_POINTS:
         with contextlib.suppress(OSError):
             sc.umount(f"{folder}/{name}")
+    remove(folder)
+
+
+def remove(folder: str) -> None:
+    """Remove a ground's folder in which nothing is mounted, as seen from here; mount points are only ever rmdir'ed."""
     for name in ("episodes", "trash"):
         shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
-    for name in _MOUNT_POINTS:
-        with contextlib.suppress(OSError):
-            os.rmdir(f"{folder}/{name}")
+    # The lock goes last: what cannot be removed now is found by a later sweep.
     with contextlib.suppress(OSError):
-        os.unlink(f"{folder}/lock")
+        for name in _MOUNT_POINTS:
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(f"{folder}/{name}")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{folder}/lock")
         os.rmdir(folder)
 
 
@@ -155,8 +162,8 @@ def build_mask(ground: Ground, hide: tuple[str, ...]) -> None:
     hide_new_names()
     for path, mode in PRIVATE_FOLDERS.items():
         _mask_folder(ground, path, mode)
-    for host_path in hide:
-        _hide(ground, os.path.realpath(host_path))
+    for host_path in sorted({os.path.realpath(path) for path in hide}):
+        _hide(ground, host_path)
     _mask_file(ground, "etc/hosts", _HOSTS)
     _mask_file(ground, "etc/hostname", HOSTNAME + "\n")
     _mask_file(ground, "etc/resolv.conf", _read_or_empty("/etc/resolv.conf"))
@@ -180,10 +187,15 @@ def is_hidden_already(path: str) -> bool:
 
 
 def _hide(ground: Ground, path: str) -> None:
-    if is_hidden_already(path):
+    if is_hidden_already(path) or _is_below_whiteout(path):
         return
     _mask_parents(ground, path.lstrip("/"))
     _whiteout(path.lstrip("/"))
+
+
+def _is_below_whiteout(path: str) -> bool:
+    masked = (f"shared/mask/{parent}" for parent in Path(path.lstrip("/")).parents[:-1])
+    return any(os.path.lexists(each) and stat.S_ISCHR(os.lstat(each).st_mode) for each in masked)
 
 
 def _whiteout(relative: str) -> None:
@@ -228,11 +240,23 @@ def _read_or_empty(path: str) -> str:
 
 # ---------------------------------------------------------------- one worktree
 def create(ground: Ground, name: str, layers: tuple[str, ...]) -> int:
-    """Mount a new worktree, detached, over `layers` (topmost first); returns its descriptor."""
+    """Mount a new worktree, detached, over `layers` (topmost first); returns its descriptor.
+
+    Raises: OSError; nothing is left then.
+    """
     hide_new_names()
-    for part in ("", "/upper", "/work", "/verifier"):
-        os.mkdir(f"episodes/{name}{part}", 0o755)
-        own(ground, f"episodes/{name}{part}")
+    os.mkdir(f"episodes/{name}", 0o755)
+    try:
+        for part in ("", "/upper", "/work", "/verifier"):
+            os.makedirs(f"episodes/{name}{part}", 0o755, exist_ok=True)
+            own(ground, f"episodes/{name}{part}")
+        return sc.mount_detached("overlay", _overlay_options(ground, name, layers))
+    except OSError:
+        discard(name)
+        raise
+
+
+def _overlay_options(ground: Ground, name: str, layers: tuple[str, ...]) -> list[tuple[str, str | None]]:
     lower = ":".join([*(f"shared/layers/{layer}/root" for layer in layers), "shared/mask", "base"])
     options: list[tuple[str, str | None]] = [
         ("source", "episode"),
@@ -243,7 +267,7 @@ def create(ground: Ground, name: str, layers: tuple[str, ...]) -> int:
     for option in ground.rung.overlay_options:
         key, _, value = option.partition("=")
         options.append((key, value or None))
-    return sc.mount_detached("overlay", options)
+    return options
 
 
 def verifier_mounts(ground: Ground, name: str, layer: str) -> tuple[int, int]:
