@@ -9,30 +9,41 @@ from tbench2_env.errors import (
     BadRequest,
     CapacityReached,
     ConnectionClosed,
+    EpisodeBusy,
     EpisodeEnded,
     ExecutionFailed,
     ReplyTimeout,
     ServerGone,
     Tbench2Error,
+    Unauthorized,
+    UnknownEpisode,
+    UnknownTask,
     WireCode,
 )
+from tbench2_env.http import Tbench2HttpEnv
 from tbench2_env.models import StepResult, Tbench2Action, Tbench2Observation, Tbench2State
-from tbench2_env.sync import SyncTbench2Env
+from tbench2_env.sync import SyncTbench2Env, SyncTbench2HttpEnv
 
 __all__ = [
     "BadRequest",
     "CapacityReached",
     "ConnectionClosed",
+    "EpisodeBusy",
     "EpisodeEnded",
     "ExecutionFailed",
     "ReplyTimeout",
     "ServerGone",
     "StepResult",
     "SyncTbench2Env",
+    "SyncTbench2HttpEnv",
     "Tbench2Action",
     "Tbench2Env",
     "Tbench2Error",
+    "Tbench2HttpEnv",
     "Tbench2Observation",
     "Tbench2State",
+    "Unauthorized",
+    "UnknownEpisode",
+    "UnknownTask",
     "WireCode",
 ]

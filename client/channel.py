@@ -21,8 +21,10 @@ from pydantic import BaseModel
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as ws_connect
 from websockets.exceptions import ConnectionClosed as WsConnectionClosed
+from websockets.exceptions import InvalidStatus
 
-from tbench2_env.errors import ConnectionClosed, ReplyTimeout, ServerGone, Tbench2Error, error_from_frame
+from tbench2_env.auth import ws_logger
+from tbench2_env.errors import ConnectionClosed, ReplyTimeout, ServerGone, Tbench2Error, WireCode, error_from_frame
 
 # Pings keep proxies from dropping a quiet connection, but an unanswered one must not end it: the pong waits for the
 # peer's event loop and is read by ours, and a trainer's loop is at times busy for minutes. Whether the peer's machine
@@ -66,6 +68,7 @@ class Channel:
 
         Raises:
             ServerGone: nothing answers there within `connect_timeout_s`, or not as a WebSocket server.
+            Unauthorized: it answers the handshake with HTTP 401 or 403.
         """
         try:
             ws = await ws_connect(
@@ -75,10 +78,11 @@ class Channel:
                 additional_headers=headers,
                 ping_interval=_PING_INTERVAL_S,
                 ping_timeout=None,
+                logger=ws_logger,
                 **_proxy_options(url),
             )
         except Exception as exc:  # which ones, for a peer that talks nonsense, differs between versions of websockets
-            raise ServerGone(f"Failed to connect to {url}: {exc}") from exc
+            raise _refusal(url, exc) from exc
         _let_kernel_watch(ws)
         return cls(ws, url, reply_timeout_s=reply_timeout_s)
 
@@ -103,6 +107,26 @@ class Channel:
                 # It came unasked: the server's parting word (over capacity, say), or the loss of the connection.
                 return self._data_of(self._inbox.get_nowait(), reply_type=None)
             return self._data_of(await self._reply_to(text), reply_type)
+
+    async def make_sure(self, *, within_s: float) -> None:
+        """Find out whether the server has taken this connection, and give it up if not.
+
+        A full server says so unasked, but only once it has accepted the handshake: by then `open` has returned, and
+        from a server that waits for a request it differs only by what it will say. So ask it something. A state is
+        told at any time, before a reset too, and asking for it changes nothing.
+
+        Raises:
+            CapacityReached: it has no free slot.
+            ServerGone: it hung up, or said nothing within `within_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                await self.ask({"type": "state"}, "state")
+        except TimeoutError:
+            raise ServerGone(f"Failed to connect to {self._url}: no reply within {within_s:g} s") from None
+        except BaseException:
+            self._give_up("the server did not take it")
+            raise
 
     async def close(self) -> None:
         """Take leave and close, within 5 s; calls still waiting here end with ConnectionClosed. Never raises."""
@@ -159,6 +183,13 @@ class Channel:
     def _give_up(self, reason: str) -> None:
         self._given_up = self._given_up or reason
         self._ws.transport.abort()
+
+
+def _refusal(url: str, reason: Exception) -> Tbench2Error:
+    if isinstance(reason, InvalidStatus) and reason.response.status_code in (401, 403):
+        message = f"HTTP {reason.response.status_code} from {url}"
+        return error_from_frame({"code": WireCode.UNAUTHORIZED, "message": message})
+    return ServerGone(f"Failed to connect to {url}: {reason}")
 
 
 def _proxy_options(url: str) -> dict[str, Any]:

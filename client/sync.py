@@ -1,21 +1,23 @@
-"""The blocking variant of the client: `SyncTbench2Env`, the same calls on an event loop of its own."""
+"""The blocking variants of the clients: the same calls on an event loop of their own."""
 
 import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 from tbench2_env.models import StepResult, Tbench2Action, Tbench2Observation, Tbench2State
 
 if TYPE_CHECKING:
-    from tbench2_env.client import Tbench2Env
+    from tbench2_env.base import BaseTbench2Env
+    from tbench2_env.http import Tbench2HttpEnv
 
 T = TypeVar("T")
 
 
 class SyncTbench2Env:
-    """What `Tbench2Env.sync()` returns: a context manager with the methods of `Tbench2Env`, blocking.
+    """What `sync()` of a client returns: a context manager with the client's methods, blocking.
 
         with Tbench2Env(base_url="http://localhost:8003").sync() as env:
             env.reset(task_id="hello-world")
@@ -25,13 +27,13 @@ class SyncTbench2Env:
     waits. Each method takes, returns and raises what the async one does.
     """
 
-    def __init__(self, env: "Tbench2Env") -> None:
+    def __init__(self, env: "BaseTbench2Env") -> None:
         self._env = env
         self._thread: _LoopThread | None = None
         self._lock = threading.Lock()
 
-    def connect(self) -> Self:
-        self._run(self._env.connect())
+    def connect(self, retry_capacity_s: float | None = None) -> Self:
+        self._run(self._env.connect(retry_capacity_s))
         return self
 
     def reset(self, **kwargs: Any) -> StepResult[Tbench2Observation]:
@@ -77,6 +79,23 @@ class SyncTbench2Env:
             self._thread = self._thread or _LoopThread()
             future = self._thread.submit(call)
         return _result(future)
+
+
+class SyncTbench2HttpEnv(SyncTbench2Env):
+    """What `Tbench2HttpEnv.sync()` returns: the methods of `Tbench2HttpEnv`, blocking."""
+
+    def __init__(self, env: "Tbench2HttpEnv") -> None:
+        super().__init__(env)
+        self._http = env
+
+    def upload(self, path: str, data: bytes | BinaryIO | Path) -> None:
+        self._run(self._http.upload(path, data))
+
+    def download(self, path: str) -> bytes:
+        return self._run(self._http.download(path))
+
+    def download_to(self, path: str, file: BinaryIO) -> None:
+        self._run(self._http.download_to(path, file))
 
 
 class _LoopThread:
