@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import resource
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 
@@ -14,6 +15,8 @@ from fastapi import FastAPI
 
 from tbench2_env.isolation.sandbox import SandboxError
 from tbench2_env.server import http, ws
+from tbench2_env.server.auth import Guard, is_loopback
+from tbench2_env.server.problems import AsciiJson
 from tbench2_env.server.services import Services
 from tbench2_env.server.settings import Settings, SettingsError
 from tbench2_env.server.telemetry import configure_logging
@@ -22,15 +25,19 @@ log = structlog.get_logger()
 
 #: Seconds that open connections get to end once the server is told to stop.
 _SHUTDOWN_GRACE_S = 2
-# A trainer's event loop may be busy for long: a session is not to be dropped for a late pong. Lost peers are noticed
-# by the kernel at the next answer.
-_PING_INTERVAL_S, _PING_TIMEOUT_S = 20.0, 300.0
+# A peer that vanished without a word (a half-open connection) is given up after a missed pong. A trainer's event loop
+# may be busy for many seconds, so the pong may be late.
+_PING_INTERVAL_S, _PING_TIMEOUT_S = 20.0, 60.0
 
 
 def create_app(services: Services) -> FastAPI:
     """The application over running services."""
-    app = FastAPI(title="tbench2_env", version=http.VERSION, description=http.DESCRIPTION)
-    http.add_routes(app)
+    app = FastAPI(
+        title="tbench2_env", version=http.VERSION, description=http.DESCRIPTION, default_response_class=AsciiJson
+    )
+    token = services.settings.auth_token
+    app.add_middleware(Guard, token=None if token is None else token.get_secret_value())
+    http.add_routes(app, services)
     ws.add_routes(app, services)
     if services.settings.enable_web_interface:
         from tbench2_env.server.environment import web_interface
@@ -44,8 +51,6 @@ def create_app(services: Services) -> FastAPI:
 async def running(settings: Settings) -> AsyncIterator[Services]:
     """Services from start to stop. Raises: SandboxError, OSError."""
     services = await Services.start(settings)
-    rung = services.spawner.rung
-    log.info("isolation works", rung=rung.name, title=rung.title, scratch=str(services.spawner.folder))
     try:
         yield services
     finally:
@@ -56,16 +61,26 @@ async def serve(settings: Settings, host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT."""
     async with running(settings) as services:
         config = uvicorn.Config(
-            create_app(services), host=host, port=port, log_level="warning", ws_max_size=ws.MESSAGE_MAX_BYTES,
+            create_app(services), host=host, port=port, log_config=None, ws_max_size=ws.MESSAGE_MAX_BYTES,
             ws_per_message_deflate=False, ws_ping_interval=_PING_INTERVAL_S, ws_ping_timeout=_PING_TIMEOUT_S,
             timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
         )  # fmt: skip
-        log.info("listening", host=host, port=port, slots=settings.max_concurrent_envs)
-        await _Server(config).serve()
+        if settings.auth_token is None and not is_loopback(host):
+            log.warning("anyone who reaches this address can run commands here: set TB2_AUTH_TOKEN", host=host)
+        await _Server(config, settings.max_concurrent_envs).serve()
 
 
 class _Server(uvicorn.Server):
     """uvicorn kills its process with the signal it was stopped by, before anything is cleaned up; this one ends."""
+
+    def __init__(self, config: uvicorn.Config, slots: int) -> None:
+        super().__init__(config)
+        self._slots = slots
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the process when the port cannot be had."""
+        await super().startup(sockets)
+        log.info("listening", host=self.config.host, port=self.config.port, slots=self._slots)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -81,10 +96,17 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65_535:
+        raise argparse.ArgumentTypeError(f"{port} is no port: give 0 to 65535")
+    return port
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m tbench2_env.server.app", description=http.DESCRIPTION)
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
     arguments = parser.parse_args()
     try:
         settings = Settings.from_environment()

@@ -10,17 +10,19 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import structlog
 from fastapi import FastAPI
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, EnvironmentMetadata, Observation, State
 from openenv.core.env_server.web_interface import create_web_interface_app
 
 from tbench2_env import models
+from tbench2_env.server.ending import End
 from tbench2_env.server.http import DESCRIPTION, VERSION
-from tbench2_env.server.pool import Slot
 from tbench2_env.server.services import Services
 from tbench2_env.server.session import NoEpisode, Session
 from tbench2_env.server.settings import Settings
+from tbench2_env.server.telemetry import configure_logging
 
 T = TypeVar("T")
 
@@ -53,7 +55,6 @@ class Tbench2Environment(Environment[Tbench2Action, Tbench2Observation, Tbench2S
         self._services = services
         self._own: _OwnLoop | None = None
         self._session: Session | None = None
-        self._slot: Slot | None = None
 
     async def reset_async(
         self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any
@@ -93,8 +94,8 @@ class Tbench2Environment(Environment[Tbench2Action, Tbench2Observation, Tbench2S
 
     async def _reset(self, **data: Any) -> Tbench2Observation:
         assert self._services is not None
-        if self._session is None or self._slot is None:
-            self._slot, self._session = self._services.pool.take(), Session(self._services)
+        if self._session is None:
+            self._session = Session(self._services)
         return _as_openenv(await self._session.reset(data))
 
     async def _step(self, action: Tbench2Action) -> Tbench2Observation:
@@ -103,17 +104,17 @@ class Tbench2Environment(Environment[Tbench2Action, Tbench2Observation, Tbench2S
         return _as_openenv(await self._session.step(action.model_dump()))
 
     async def _close(self) -> None:
-        session, slot = self._session, self._slot
-        self._session = self._slot = None
+        session, self._session = self._session, None
         if session is not None:
-            await session.close()
-        if slot is not None:
-            slot.release()
+            await session.close(End.CLOSED)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         if self._services is None:
-            self._own = _OwnLoop()
-            self._services = self._own.start_services()
+            try:
+                self._own, self._services = _OwnLoop.with_services()
+            except BaseException:
+                work.close()  # nobody will await it
+                raise
         return asyncio.run_coroutine_threadsafe(work, self._services.loop)
 
 
@@ -125,12 +126,24 @@ class _OwnLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tbench2-env", daemon=True)
         self._thread.start()
 
-    def start_services(self) -> Services:
-        starting = Services.start(Settings.from_environment())
-        return asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+    @classmethod
+    def with_services(cls) -> "tuple[_OwnLoop, Services]":
+        """Raises: SettingsError, SandboxError."""
+        settings = Settings.from_environment()
+        if not structlog.is_configured():
+            configure_logging(settings.log_format)  # to stderr: standard output is the program's
+        own = cls()
+        try:
+            return own, asyncio.run_coroutine_threadsafe(Services.start(settings), own._loop).result()
+        except BaseException:
+            own._end()
+            raise
 
     def stop(self, services: Services) -> None:
         asyncio.run_coroutine_threadsafe(services.stop(), self._loop).result()
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

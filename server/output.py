@@ -13,7 +13,7 @@ _READ_SIZE = 1 << 18
 #: pipe instead would kill a service at its next log line (SIGPIPE).
 _IDLE_READ_PERIOD_S = 0.05
 #: ECMA-48 control sequences, OSC and other strings with their terminator, and two-character escapes.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\|$)|[ -/]*[0-~])")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 
 
 class Capture:
@@ -109,6 +109,7 @@ class Reader:
             self._feed(data)
         else:
             self.close()
+            self._feed(b"")  # whoever waits for more need not
         return bool(data)
 
     def _read_idly(self) -> None:

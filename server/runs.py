@@ -21,8 +21,8 @@ _COMMANDS = "commands.jsonl"
 class Run:
     """The folder of one episode."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, episode_id: str) -> None:
+        self.folder, self.episode_id = folder, episode_id
         self.verifier_folder = folder / "verifier"
 
     def record(self, entry: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Runs:
                 continue
             (folder / _COMMANDS).touch()
             self._live.add(folder)
-            return Run(folder)
+            return Run(folder, episode_id)
         raise AssertionError("itertools.count ended")
 
     def end(self, run: Run) -> None:

@@ -5,9 +5,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
+from tbench2_env.server.ending import End, EpisodeEnded
 from tbench2_env.server.episode import Episode
+from tbench2_env.server.pool import Slot
 from tbench2_env.server.services import Services
-from tbench2_env.server.tasks import UnknownTask
+from tbench2_env.server.tasks import Task
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class BadRequest(Exception):
@@ -23,9 +27,9 @@ class NoEpisode(Exception):
 
 
 class ResetRequest(BaseModel):
-    """The data of a reset message. Fields that upstream's server ignores are ignored here, too."""
+    """The data of a reset. Fields that upstream's server ignores are ignored here, too."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"task_id": "hello-note"}]})
 
     task_id: str | None = None
     task_name: str | None = None
@@ -37,34 +41,37 @@ class ResetRequest(BaseModel):
 
 
 class Session:
-    """What a connection, or an in-process environment, drives."""
+    """What a connection, or an in-process environment, drives.
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    `slot` is the one the connection was admitted with; without it the first reset waits for one.
+    """
+
+    def __init__(self, services: Services, slot: Slot | None = None) -> None:
+        self._services, self._slot = services, slot
         self._episode: Episode | None = None
 
-    async def reset(self, data: dict[str, Any]) -> Tbench2Observation:
+    async def reset(self, data: Any) -> Tbench2Observation:
         """Begin an episode in place of the current one, which a wrong request leaves alone.
 
-        Raises: BadRequest, TaskError, SandboxError, OSError.
+        Raises: BadRequest, UnknownTask, CapacityReached, TaskError, SandboxError, OSError.
         """
         request = validate(ResetRequest, data)
-        catalogue = await self._services.catalogue.get()
-        task_id = request.task_id or request.task_name or self._services.settings.default_task_id
-        try:
-            task = catalogue.find(task_id, request.task_path or request.path)
-        except UnknownTask as error:
-            raise BadRequest(str(error)) from None
-        await self.close()
-        self._episode = await Episode.begin(self._services, task, request.episode_id)
+        task = await find_task(self._services, request)
+        if self._slot is None:
+            self._slot = await self._services.pool.acquire()
+        await self._end_episode(End.REPLACED)
+        self._episode = await Episode.begin(self._services, task, request.episode_id, self._slot, own_slot=False)
         return self._episode.first_observation()
 
-    async def step(self, data: dict[str, Any]) -> Tbench2Observation:
+    async def step(self, data: Any) -> Tbench2Observation:
         """Carry out one action. Raises: BadRequest, NoEpisode."""
         action = validate(Tbench2Action, data)
         if self._episode is None:
             raise NoEpisode("there is no episode: reset first")
-        observation = await self._episode.step(action)
+        try:
+            observation = await self._episode.step(action)
+        except EpisodeEnded:
+            return self._episode.ended_observation(action)
         if action.action_type == "close":
             self._episode = None
         return observation
@@ -73,14 +80,27 @@ class Session:
     def state(self) -> Tbench2State:
         return self._episode.state if self._episode is not None else Tbench2State()
 
-    async def close(self) -> None:
-        """End the episode, if there is one."""
+    async def close(self, end: End) -> None:
+        """End the episode, if there is one, and free the slot."""
+        if self._slot is not None:
+            self._slot.leave()
+        try:
+            await self._end_episode(end)
+        finally:
+            if self._slot is not None:
+                self._slot.release()
+
+    async def _end_episode(self, end: End) -> None:
         episode, self._episode = self._episode, None
         if episode is not None:
-            await episode.discard()
+            await episode.discard(end)
 
 
-ModelT = TypeVar("ModelT", bound=BaseModel)
+async def find_task(services: Services, request: ResetRequest) -> Task:
+    """The task a reset asks for, by path, id or default. Raises: UnknownTask, TaskError."""
+    catalogue = await services.catalogue.get()
+    task_id = request.task_id or request.task_name or services.settings.default_task_id
+    return catalogue.find(task_id, request.task_path or request.path)
 
 
 def validate(model: type[ModelT], data: Any) -> ModelT:
@@ -88,6 +108,6 @@ def validate(model: type[ModelT], data: Any) -> ModelT:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False)
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
         fields = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'data'}: {each['msg']}" for each in errors)
         raise BadRequest(f"Invalid message: {fields}", [dict(each) for each in errors]) from None

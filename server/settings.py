@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 DEFAULT_REPO_URL = "https://github.com/laude-institute/terminal-bench-2.git"
@@ -33,6 +33,10 @@ class Settings(BaseSettings):
     scratch_dir: Path | None = Field(None, validation_alias="TB2_SCRATCH_DIR")
     max_concurrent_envs: int = Field(8, ge=1, validation_alias="MAX_CONCURRENT_ENVS")
     enable_web_interface: bool = Field(False, validation_alias="ENABLE_WEB_INTERFACE")
+    queue_timeout_s: float = Field(0.0, ge=0, le=86_400, validation_alias="TB2_QUEUE_TIMEOUT_S")
+    own_idle_timeout_s: float | None = Field(None, ge=0, validation_alias="TB2_IDLE_TIMEOUT_S")
+    episode_timeout: str = Field("0", validation_alias="TB2_EPISODE_TIMEOUT_S")
+    auth_token: SecretStr | None = Field(None, validation_alias="TB2_AUTH_TOKEN")
     log_format: str = Field("console", pattern="^(console|json)$", validation_alias="TB2_LOG_FORMAT")
 
     @field_validator("mode")
@@ -45,12 +49,34 @@ class Settings(BaseSettings):
             )
         return "local"
 
+    @field_validator("episode_timeout")
+    @classmethod
+    def _seconds_or_task(cls, text: str) -> str:
+        try:
+            good = text == "task" or 0 <= float(text) < float("inf")
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(f"{text!r} is neither a number of seconds (0: off) nor task")
+        return text
+
     @field_validator("task_workdir")
     @classmethod
     def _absolute(cls, workdir: str | None) -> str | None:
         if workdir is not None and not workdir.startswith("/"):
             raise ValueError(f"{workdir!r} is not absolute: give a path as seen inside an episode, such as /app")
         return workdir
+
+    def idle_timeout_s(self, *, http: bool) -> float | None:
+        """Seconds after which an idle episode is reaped; None: never. A WebSocket's life is its connection's."""
+        timeout_s = self.own_idle_timeout_s if self.own_idle_timeout_s is not None else (3600.0 if http else 0.0)
+        return timeout_s or None
+
+    def episode_timeout_s(self, agent_timeout_s: float | None) -> float | None:
+        """Seconds that an episode may live; None: for ever. `agent_timeout_s` is what the task asks for."""
+        if self.episode_timeout == "task":
+            return agent_timeout_s
+        return float(self.episode_timeout) or None
 
     @property
     def cache_dir(self) -> Path:

@@ -98,7 +98,8 @@ def _repository(task: Task) -> Iterator[tuple[git.Repo, str]]:
 
 def _is_changed(repo: git.Repo, prefix: str) -> bool:
     """Whether the task on disk differs from HEAD in more than missing tests/ or solution/ files."""
-    status = repo.git.status("--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", f":(top){prefix}")
+    where = f":(top,literal){prefix}"
+    status = repo.git.status("--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", where)
     return any(not _is_withheld(entry, prefix) for entry in status.split("\0") if entry)
 
 

@@ -19,13 +19,13 @@ class _Table(BaseModel):
 
 
 class VerifierTable(_Table):
-    timeout_sec: float = Field(DEFAULT_VERIFIER_TIMEOUT_S, gt=0)
+    timeout_sec: float = Field(DEFAULT_VERIFIER_TIMEOUT_S, gt=0, allow_inf_nan=False)
     env: dict[str, str] = {}
     user: str | int | None = None
 
 
 class AgentTable(_Table):
-    timeout_sec: float | None = Field(None, gt=0)
+    timeout_sec: float | None = Field(None, gt=0, allow_inf_nan=False)
     user: str | int | None = None
 
 

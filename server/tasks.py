@@ -1,6 +1,7 @@
 """The catalogue: which tasks there are. Ids and paths that clients send are confined to it."""
 
 import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from tbench2_env.server import download
 from tbench2_env.server.settings import Settings
 from tbench2_env.server.taskconfig import TaskError
 
+#: Bytes of a file name.
 _ID_MAX = 255
 #: What makes a folder a task, on disk or in a commit.
 _MARKERS = ("task.toml", "instruction.md")
@@ -39,7 +41,7 @@ class Catalogue:
         """
         if task_path:
             return self._find_path(task_path)
-        if not task_id or len(task_id) > _ID_MAX or "\0" in task_id or "/" in task_id or task_id in (".", ".."):
+        if not task_id or not _is_name(task_id):
             raise UnknownTask(f"task_id {_short(task_id)} is not the name of a task: {self._hint()}")
         for root in self.roots:
             if _is_task(root / task_id):
@@ -63,6 +65,15 @@ class Catalogue:
             return f"{self.roots or 'the folder'} holds no tasks; check TB2_TASKS_DIR"
         more = "" if len(names) <= _NAMED_MAX else f" and {len(names) - _NAMED_MAX} more"
         return f"give one of {', '.join(names[:_NAMED_MAX])}{more}"
+
+
+def _is_name(task_id: str) -> bool:
+    """Whether this could be a folder's name."""
+    try:
+        short = len(os.fsencode(task_id)) <= _ID_MAX
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return short and "\0" not in task_id and "/" not in task_id and task_id not in (".", "..")
 
 
 def _is_task(path: Path) -> bool:

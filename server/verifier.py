@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import stat
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -164,7 +165,8 @@ def _finite(value: Any, name: str) -> float:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    # An integer may be finite and yet more than a float holds.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 # ---------------------------------------------------------------- keeping the evidence

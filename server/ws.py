@@ -15,18 +15,22 @@ from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 
 from tbench2_env.isolation.sandbox import SandboxError
 from tbench2_env.models import Tbench2Observation
+from tbench2_env.server.ending import End
 from tbench2_env.server.mcp import answer_json_rpc
-from tbench2_env.server.pool import CapacityReached
+from tbench2_env.server.pool import CapacityReached, Slot
 from tbench2_env.server.services import Services
 from tbench2_env.server.session import BadRequest, NoEpisode, Session
 from tbench2_env.server.taskconfig import TaskError
+from tbench2_env.server.tasks import UnknownTask
+from tbench2_env.server.wire import serialize
 
 log = structlog.get_logger()
 
-#: Messages that a client may send ahead of their answers before it has to wait.
-_AHEAD_MAX = 64
 #: Bytes of one message, as much as the client accepts in return.
 MESSAGE_MAX_BYTES = 100 << 20
+#: Characters that a client may send ahead of their answers. Whoever sends more is cut off: with its messages left in
+#: the socket, the loss of the connection would go unnoticed.
+_AHEAD_MAX = 2 * MESSAGE_MAX_BYTES
 
 
 class ClientGone(Exception):
@@ -38,34 +42,47 @@ def add_routes(app: FastAPI, services: Services) -> None:
     async def ws(websocket: WebSocket) -> None:
         await websocket.accept()
         try:
-            with services.pool.take():
-                await _Connection(websocket, services).run()
+            await _Connection(websocket, services, await _admit(services)).run()
         except CapacityReached as full:
+            services.metrics.rejections.labels("capacity").inc()
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-                await websocket.send_text(
-                    _error("CAPACITY_REACHED", str(full), active_sessions=full.active, max_sessions=full.maximum)
-                )
+                await websocket.send_text(_capacity_error(full))
                 await websocket.close()
+
+
+async def _admit(services: Services) -> Slot | None:
+    """A slot for a new connection. With a queue, one that finds none free waits at reset. Raises: CapacityReached."""
+    if services.settings.queue_timeout_s <= 0:
+        return await services.pool.acquire()
+    try:
+        return services.pool.take()
+    except CapacityReached:
+        return None
 
 
 class _Connection:
     """One connection: a task that reads ahead, and the loop that answers."""
 
-    def __init__(self, websocket: WebSocket, services: Services) -> None:
+    def __init__(self, websocket: WebSocket, services: Services, slot: Slot | None) -> None:
         self._websocket = websocket
-        self._session = Session(services)
-        self._messages: asyncio.Queue[str] = asyncio.Queue(_AHEAD_MAX)
+        self._session = Session(services, slot)
+        self._messages: asyncio.Queue[str] = asyncio.Queue()
+        self._ahead = 0
 
     async def run(self) -> None:
+        """Raises: CapacityReached when no slot came free for a reset; the connection is then of no use."""
         reader = asyncio.create_task(self._read())
+        end = End.DISCONNECTED
         try:
-            with contextlib.suppress(ClientGone):
-                while (answer := await self._answer_next(reader)) is not None:
-                    await self._unless_gone(reader, self._websocket.send_text(answer))
+            while (answer := await self._answer_next(reader)) is not None:
+                await self._unless_gone(reader, self._websocket.send_text(answer))
+            end = End.CLOSED
+        except ClientGone:
+            return
         finally:
             reader.cancel()
             # Whatever ends the connection ends its episode; a cancellation must not stop half-way.
-            await asyncio.shield(asyncio.ensure_future(self._session.close()))
+            await asyncio.shield(asyncio.ensure_future(self._session.close(end)))
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await self._websocket.close()
 
@@ -77,9 +94,12 @@ class _Connection:
                 if message["type"] == "websocket.disconnect":
                     return
                 text = message.get("text")
-                await self._messages.put(
-                    text if text is not None else message.get("bytes", b"").decode(errors="replace")
-                )
+                if text is None:
+                    text = message.get("bytes", b"").decode(errors="replace")
+                self._ahead += len(text)
+                if self._ahead > _AHEAD_MAX:
+                    return
+                self._messages.put_nowait(text)
 
     async def _unless_gone(self, reader: "asyncio.Task[None]", work: Awaitable[Any]) -> Any:
         """The result of `work`, which is cancelled at once when the client is gone. Raises: ClientGone."""
@@ -99,7 +119,10 @@ class _Connection:
 
     async def _answer_next(self, reader: "asyncio.Task[None]") -> str | None:
         """The answer to the next message; None when the client wants to close."""
-        text = await self._unless_gone(reader, self._messages.get())
+        # What has come is answered even if the connection has ended since: a close message is a close, not a loss.
+        queued = not self._messages.empty()
+        text = self._messages.get_nowait() if queued else await self._unless_gone(reader, self._messages.get())
+        self._ahead -= len(text)
         try:
             message = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -126,6 +149,10 @@ class _Connection:
             return _error("UNKNOWN_TYPE", f"Unknown message type: {str(kind)[:80]}")
         except BadRequest as error:
             return _error("VALIDATION_ERROR", str(error), errors=error.errors)
+        except CapacityReached:
+            raise
+        except UnknownTask as error:
+            return _error("VALIDATION_ERROR", str(error))
         except (NoEpisode, TaskError, SandboxError, OSError) as error:
             return _error("EXECUTION_ERROR", str(error))
         except Exception as error:
@@ -137,10 +164,8 @@ def _observation(observation: Tbench2Observation) -> str:
     return _frame("observation", serialize(observation))
 
 
-def serialize(observation: Tbench2Observation) -> dict[str, Any]:
-    """OpenEnv's shape: reward and done beside the observation."""
-    fields = observation.model_dump(mode="json", exclude={"reward", "done"})
-    return {"observation": fields, "reward": observation.reward, "done": observation.done}
+def _capacity_error(full: CapacityReached) -> str:
+    return _error("CAPACITY_REACHED", str(full), active_sessions=full.active, max_sessions=full.maximum)
 
 
 def _frame(kind: str, data: dict[str, Any]) -> str:

@@ -1,0 +1,118 @@
+"""Bodies and answers of the HTTP API, as models, so that they are in the OpenAPI document; OpenEnv's answer shape."""
+
+import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tbench2_env.models import Tbench2Action, Tbench2Observation
+from tbench2_env.server.ending import End
+from tbench2_env.server.session import ResetRequest
+
+#: Seconds that one command may be given.
+TIMEOUT_MAX_S = 86_400
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StepRequest(_Body):
+    """OpenEnv's step, with the episode it is for."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        json_schema_extra={
+            "examples": [{"episode_id": "0123abcd", "action": {"action_type": "exec", "command": "ls"}}]
+        },
+    )
+
+    action: Tbench2Action
+    episode_id: str = Field(min_length=1, max_length=255, description="As in reset's observation.metadata.episode_id")
+    timeout_s: float | None = Field(None, gt=0, le=TIMEOUT_MAX_S, description="Replaces TB2_COMMAND_TIMEOUT_S")
+
+
+class StepAnswer(BaseModel):
+    """OpenEnv's answer to reset and step."""
+
+    observation: dict[str, Any]
+    reward: float | None
+    done: bool
+
+
+def serialize(observation: Tbench2Observation) -> dict[str, Any]:
+    """OpenEnv's shape of an answer: reward and done beside the observation."""
+    fields = observation.model_dump(mode="json", exclude={"reward", "done"})
+    return {"observation": fields, "reward": observation.reward, "done": observation.done}
+
+
+class CreateRequest(ResetRequest):
+    """What to begin an episode of."""
+
+
+class EpisodeCreated(BaseModel):
+    episode_id: str
+    task_id: str
+    instruction: str
+    info: dict[str, Any] = Field(description="isolation, workdir, timeouts, unmet needs")
+
+
+class EpisodeInfo(BaseModel):
+    """One episode. `end` and `message` are set once it has ended."""
+
+    episode_id: str
+    task_id: str
+    state: Literal["live", "ended"]
+    busy: bool
+    begun: datetime.datetime
+    reward: float | None
+    end: End | None = None
+    message: str = ""
+
+
+class EpisodePage(BaseModel):
+    episodes: list[EpisodeInfo]
+    total: int = Field(description="Episodes that match, on all pages")
+    next_offset: int | None = Field(description="Where the next page begins; null on the last")
+
+
+class ExecRequest(_Body):
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"command": "ls -la", "timeout_s": 60}]})
+
+    command: str
+    timeout_s: float | None = Field(None, gt=0, le=TIMEOUT_MAX_S, description="Default: TB2_COMMAND_TIMEOUT_S")
+
+
+class ExecAnswer(BaseModel):
+    """`success`: the command was carried out; its own exit code may still be anything."""
+
+    output: str
+    success: bool
+    error: str
+    exit_code: int | None
+    timed_out: bool
+
+
+class EvaluateAnswer(BaseModel):
+    """`reward` is null when there is no verdict, which is never a 0; `error` then says why."""
+
+    reward: float | None
+    done: bool
+    output: str
+    error: str
+    info: dict[str, Any]
+
+
+class OperationStarted(BaseModel):
+    """With wait=0: where to ask for the answer."""
+
+    handle: str
+    url: str
+
+
+class OperationAnswer(BaseModel):
+    """`answer` is what the request would have answered had it waited; null while `done` is false."""
+
+    handle: str
+    done: bool
+    answer: ExecAnswer | EvaluateAnswer | None = None
