@@ -9,8 +9,10 @@ STAMP := .venv/installed-$(shell (cat pyproject.toml constraints.txt; ls client/
 demo: $(STAMP)
 	.venv/bin/python tests/demo.py
 
+# The isolation tests count every process and descriptor of theirs, so no shared server runs beside them.
 test: lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest tests/isolation
+	.venv/bin/python -m pytest --ignore=tests/isolation
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
 from support.server import Server
 from support.tasks import copy_samples, make_task
 
@@ -51,8 +52,14 @@ def make_server(tmp_path: Path, tasks: Path) -> Iterator[MakeServer]:
         return started[-1].start()
 
     yield make
-    for server in started:
-        if server.process.poll() is None:
-            server.assert_idle()
-            assert server.stop() == 0
-        assert not list(server.scratch.glob("tbench2-*")), "the scratch folder outlived the server"
+    try:
+        for server in started:
+            if server.process.poll() is None:
+                server.assert_idle()
+                assert server.stop() == 0
+            assert not list(server.scratch.glob("tbench2-*")), "the scratch folder outlived the server"
+    finally:
+        for server in started:
+            if server.process.poll() is None:
+                server.process.kill()
+                server.process.wait()

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
 from support.server import Server
 from support.tasks import copy_samples, solution
 from tbench2_env import Tbench2Error

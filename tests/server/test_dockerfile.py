@@ -21,7 +21,7 @@ def only_copy(text: str) -> Copy:
     return step
 
 
-def test_a_task_like_most():
+def test_a_task_like_most() -> None:
     assert plan("""
         FROM python:3.13-slim-bookworm
         # tools
@@ -71,7 +71,7 @@ def test_a_task_like_most():
         ("\ufeffWORKDIR /app\r\n", "/app"),
     ],
 )
-def test_workdir(text, workdir):
+def test_workdir(text: str, workdir: str | None) -> None:
     assert parse(text).workdir == workdir
 
 
@@ -96,7 +96,7 @@ def test_workdir(text, workdir):
         ("A=1\nENV A=2 B=$A", {"A": "2", "B": "1"}),
     ],
 )
-def test_env(line, env):
+def test_env(line: str, env: dict[str, str]) -> None:
     assert parse(f"FROM x\nENV {line}").env == env
 
 
@@ -115,12 +115,12 @@ def test_env(line, env):
         ("copy a c", {"sources": ("a",)}),
     ],
 )
-def test_copy(line, expected):
+def test_copy(line: str, expected: dict[str, object]) -> None:
     copy = only_copy(f"FROM x\nENV WHO=me SRC=src\nWORKDIR /w\n{line}")
     assert {name: getattr(copy, name) for name in expected} == expected
 
 
-def test_heredocs():
+def test_heredocs() -> None:
     copy = only_copy("""
         FROM x
         ENV A=b
@@ -141,7 +141,7 @@ def test_heredocs():
     )
 
 
-def test_a_here_string_or_a_shift_is_no_heredoc():
+def test_a_here_string_or_a_shift_is_no_heredoc() -> None:
     text = "RUN cat <<<word\nRUN x=$((1<<3)) '<<EOF'\nWORKDIR /app"
     assert parse(text).workdir == "/app"
 
@@ -161,16 +161,16 @@ def test_a_here_string_or_a_shift_is_no_heredoc():
         ("USER git", "USER git: commands run as root"),
     ],
 )
-def test_unmet(line, unmet):
+def test_unmet(line: str, unmet: str) -> None:
     assert parse(f"FROM x\n{line}").unmet[1:] == (unmet,)
 
 
 @pytest.mark.parametrize("line", ["USER root", "USER 0:0", "USER a\nUSER root", "VOLUME /x", "SHELL []", "LABEL a=b"])
-def test_met(line):
+def test_met(line: str) -> None:
     assert len(parse(f"FROM x\n{line}").unmet) == 1
 
 
-def test_stages():
+def test_stages() -> None:
     built = plan("""
         ARG TAG=3.13
         FROM golang AS build
@@ -229,7 +229,7 @@ def test_stages():
         ("FROM x\nRUN a\0b", 2, "UTF-8"),
     ],
 )  # fmt: skip
-def test_wrong(text, line, words):
+def test_wrong(text: str, line: int, words: str) -> None:
     with pytest.raises(DockerfileError) as caught:
         parse(text)
     assert caught.value.line == line
@@ -237,7 +237,7 @@ def test_wrong(text, line, words):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_load(tmp_path: Path):
+def test_load(tmp_path: Path) -> None:
     file = tmp_path / "Dockerfile"
     file.write_text("WORKDIR /ä")
     assert load(file).workdir == "/ä"
@@ -277,7 +277,7 @@ WORDS = st.sampled_from(
 
 @settings(max_examples=500)
 @given(st.one_of(st.text(), st.lists(WORDS).map("".join), st.lists(WORDS).map(" ".join)))
-def test_nothing_but_dockerfile_errors(text):
+def test_nothing_but_dockerfile_errors(text: str) -> None:
     line, workdir = 1, "/"
     try:
         workdir = parse(text).workdir or "/"
@@ -287,7 +287,7 @@ def test_nothing_but_dockerfile_errors(text):
     assert workdir.startswith("/")
 
 
-def test_long_and_deep_texts_are_quick():
+def test_long_and_deep_texts_are_quick() -> None:
     for piece in ("<", "<< ", "'", "\\", "${A:-", "{", "[", "--x ", '"\\', "$", "a\\\n", "\t"):
         for head in ("COPY ", "ENV A=", "RUN <<"):
             with suppress(DockerfileError):

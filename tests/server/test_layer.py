@@ -182,7 +182,7 @@ CONTEXT: dict[str, str | bytes | None] = {
         ("COPY <<one <<two a.txt /w\n1\none\n2\ntwo", {"w/a.txt": "A", "w/one": "1\n", "w/two": "2\n"}),
     ],
 )
-def test_copy(bench, steps, expected):
+def test_copy(bench: Bench, steps: str, expected: dict[str, str]) -> None:
     plant(bench.context, CONTEXT)
     assert bench.build(f"FROM x\n{steps}\n") == expected
 
@@ -209,7 +209,7 @@ def test_copy(bench, steps, expected):
         (f"COPY a.txt /{'n' * 300}", "too long"),
     ],
 )
-def test_refused(bench, step, words):
+def test_refused(bench: Bench, step: str, words: str) -> None:
     plant(bench.context, {**CONTEXT, "special/x": "x", "clash/bin/x": "x", "clash2/app": "x"})
     os.mkfifo(bench.context / "pipe")
     with socket.socket(socket.AF_UNIX) as server:
@@ -220,7 +220,7 @@ def test_refused(bench, step, words):
     assert [word for word in words.split() if word not in str(caught.value)] == []
 
 
-def test_base_view(bench):
+def test_base_view(bench: Bench) -> None:
     view = BaseView(bench.base, frozenset({"/tmp", "/etc/group"}))
     seen = ["/", "/bin", "/usr/bin/env", "/etc/passwd"]
     unseen = ["/bin/env", "/tmp", "/tmp/hidden", "/etc/group", "/etc/passwd/x", "/no"]
@@ -228,7 +228,7 @@ def test_base_view(bench):
     assert view.readlink("/bin") == "usr/bin"
 
 
-def test_a_link_copied_before_does_not_lead_out(bench, tmp_path):
+def test_a_link_copied_before_does_not_lead_out(bench: Bench, tmp_path: Path) -> None:
     plant(tmp_path, {"outside/kept": "kept"})
     plant(bench.context, {"a/link": "-> /etc", "a/up": "-> ../../../../outside", "a/abs": f"-> {tmp_path}/outside"})
     plant(bench.context, {"b/kept": "b", "c.txt": "C"})
@@ -246,7 +246,7 @@ def test_a_link_copied_before_does_not_lead_out(bench, tmp_path):
     assert snapshot(tmp_path, bench.target) == before
 
 
-def test_a_link_is_replaced_not_written_through(bench, tmp_path):
+def test_a_link_is_replaced_not_written_through(bench: Bench, tmp_path: Path) -> None:
     plant(tmp_path, {"outside": "kept"})
     plant(bench.context, {"a/f": f"-> {tmp_path}/outside", "b/f": "new", "c/f/x": "x"})
     plant(bench.context, {"t.tar": archive([("f", tarfile.REGTYPE, "tar")])})
@@ -272,19 +272,19 @@ def test_a_link_is_replaced_not_written_through(bench, tmp_path):
         ("**/e\n[^d]*", {"d/b.log", "d/keep.log"}),
     ],
 )
-def test_dockerignore(bench, rules, left):
+def test_dockerignore(bench: Bench, rules: str, left: set[str]) -> None:
     names = ("a.log", "d/b.log", "d/keep.log", "d/e/c", "f")
     plant(bench.context, {**dict.fromkeys(names, "x"), ".dockerignore": rules})
     assert {name for name, kind in bench.build("COPY . /").items() if kind != "(empty)"} == left
 
 
-def test_an_ignored_source_is_named(bench):
+def test_an_ignored_source_is_named(bench: Bench) -> None:
     plant(bench.context, {".dockerignore": "a", "a": "A"})
     with pytest.raises(DockerfileError, match="a: not in the build context, or ignored"):
         bench.build("COPY a /b")
 
 
-def test_modes_and_times(bench):
+def test_modes_and_times(bench: Bench) -> None:
     plant(bench.context, {"d/run.sh": "#!", "d/sub/x": "x", "d/link": "-> run.sh", "f": "f"})
     for name, mode in (("d/run.sh", 0o4755), ("d/sub", 0o700), ("d", 0o711), ("f", 0o640)):
         (bench.context / name).chmod(mode)
@@ -315,7 +315,7 @@ def may_chown() -> bool:
 
 
 @pytest.mark.skipif(not may_chown(), reason="this user cannot give files away")
-def test_owners(bench):
+def test_owners(bench: Bench) -> None:
     plant(bench.context, {"d/x": "x", "d/link": "-> x", "big": "b"})
     os.chown(bench.base / "app", 33, 70_000)
     os.chown(bench.context / "d/x", 1234, 1234)
@@ -356,7 +356,7 @@ FILE, DIR, SYM, HARD = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfil
 
 
 @pytest.mark.parametrize("kind", ["w", "w:gz", "w:bz2", "w:xz"])
-def test_archives_are_unpacked(bench, kind):
+def test_archives_are_unpacked(bench: Bench, kind: str) -> None:
     members = [("d", DIR, ""), ("./d/f", FILE, "F"), ("/abs", FILE, "A"), ("l", SYM, "/abs"), ("h", HARD, "d/f")]
     plant(bench.context, {"x": archive(members, kind)})
     unpacked = {"opt/d/f": "F", "opt/abs": "A", "opt/l": "-> /abs", "opt/h": "F"}
@@ -367,13 +367,13 @@ def test_archives_are_unpacked(bench, kind):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\0" * 10240, b"\x1f\x8b broken", archive([])])
-def test_what_is_no_archive_is_copied(bench, content):
+def test_what_is_no_archive_is_copied(bench: Bench, content: bytes) -> None:
     plant(bench.context, {"x.tar.gz": content})
     bench.build("ADD x.tar.gz /opt/")
     assert (bench.target / "opt/x.tar.gz").read_bytes() == content
 
 
-def test_copy_and_unpack_false_leave_archives_alone(bench):
+def test_copy_and_unpack_false_leave_archives_alone(bench: Bench) -> None:
     plant(bench.context, {"x.tar": archive([("f", FILE, "F")])})
     bench.build("COPY x.tar /c/\nADD --unpack=false x.tar /a/")
     assert (bench.target / "c/x.tar").is_file()
@@ -395,7 +395,7 @@ def test_copy_and_unpack_false_leave_archives_alone(bench):
         [("loop/x", FILE, "x")],
     ],
 )
-def test_hostile_archives_are_refused(bench, tmp_path, members):
+def test_hostile_archives_are_refused(bench: Bench, tmp_path: Path, members: list[tuple[str, bytes, str]]) -> None:
     plant(bench.context, {"x.tar": archive(members)})
     before = snapshot(tmp_path, bench.target)
     with pytest.raises(DockerfileError, match="line 1: ADD"):
@@ -403,7 +403,7 @@ def test_hostile_archives_are_refused(bench, tmp_path, members):
     assert snapshot(tmp_path, bench.target) == before
 
 
-def test_links_in_archives_stay_inside(bench, tmp_path):
+def test_links_in_archives_stay_inside(bench: Bench, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     members = [("l", SYM, str(outside)), ("l/f", FILE, "F"), ("u", SYM, "../../../.."), ("u/g", FILE, "G")]
@@ -414,21 +414,21 @@ def test_links_in_archives_stay_inside(bench, tmp_path):
     assert not any(outside.iterdir())
 
 
-def test_a_truncated_archive_is_refused(bench):
+def test_a_truncated_archive_is_refused(bench: Bench) -> None:
     plant(bench.context, {"x.tgz": archive([("f", FILE, "F" * 100_000)], "w:gz")[:-30]})
     with pytest.raises(DockerfileError, match="broken archive"):
         bench.build("ADD x.tgz /")
 
 
 @pytest.mark.skipif(not may_chown(), reason="this user cannot give files away")
-def test_owners_of_archives(bench):
+def test_owners_of_archives(bench: Bench) -> None:
     plant(bench.context, {"x.tar": archive([("d/f", FILE, "F")], uid=3, gid=4)})
     bench.build("ADD x.tar /a\nADD --chown=5:6 x.tar /b", Owner(uid_offset=10, change=True))
     owners = [(bench.target / name).stat() for name in ("a", "a/d", "a/d/f", "b/d/f")]
     assert [(status.st_uid, status.st_gid) for status in owners] == [(10, 10), (10, 10), (13, 14), (15, 16)]
 
 
-def test_copy_tree(tmp_path):
+def test_copy_tree(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "new/target"
     plant(source, {"solution/x": "x", "tests/solution": "kept", "tests/run": "#!", "link": "-> ./tests/run"})
     (source / "tests/run").chmod(0o755)
@@ -442,13 +442,13 @@ def test_copy_tree(tmp_path):
         copy_tree(source, target, ME)
 
 
-def test_the_nodes_faults_are_not_the_authors(bench):
+def test_the_nodes_faults_are_not_the_authors(bench: Bench) -> None:
     bench.target.rmdir()
     with pytest.raises(FileNotFoundError):
         bench.build("WORKDIR /w")
 
 
-def test_the_kernel_merges_it(bench):
+def test_the_kernel_merges_it(bench: Bench) -> None:
     plant(bench.context, {"foo": "F"})
     bench.build("COPY foo /bin/\nCOPY foo /app/")
     merged = bench.base.parent / "merged"
@@ -511,7 +511,11 @@ def plant_what_fits(root: Path, outside: Path, entries: list[tuple[str, str | by
     st.lists(st.tuples(PATHS, st.sampled_from(["text", None, "-> /a", "-> ../..", "-> OUTSIDE"])), max_size=5),
     st.lists(STEPS, min_size=1, max_size=4),
 )
-def test_nothing_is_written_outside_the_target(context, base, steps):
+def test_nothing_is_written_outside_the_target(
+    context: list[tuple[str, str | bytes | None]],
+    base: list[tuple[str, str | bytes | None]],
+    steps: list[Copy | Workdir],
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
         for folder in ("base", "context", "target", "outside"):
@@ -576,7 +580,7 @@ def go_char(rest: str) -> tuple[str, str]:
 
 @settings(max_examples=500, deadline=None)
 @given(st.text("ab-^*?[]\\/.", max_size=8), st.text("ab-^]\\/.", max_size=6))
-def test_globs_are_those_of_go(pattern, name):
+def test_globs_are_those_of_go(pattern: str, name: str) -> None:
     try:
         expected = go_match(pattern, name)
     except Malformed:

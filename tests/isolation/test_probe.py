@@ -1,0 +1,87 @@
+"""What this host can do, and what is said when it cannot."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tbench2_env.isolation import probe, worktree
+from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation.spec import SpawnerConfig
+
+from .child import in_own_process, own_mounts, own_user_namespace
+
+
+@in_own_process
+def test_root_tries_the_best_rungs_first() -> None:
+    assert probe.candidate_rungs() == ["1", "2"]
+
+
+@in_own_process
+def test_anybody_else_has_none() -> None:
+    os.setresuid(1000, 1000, 1000)
+    assert probe.candidate_rungs() == []
+
+
+@in_own_process
+def test_root_of_a_user_namespace_takes_the_enroot_rung() -> None:
+    own_user_namespace()
+    assert probe.candidate_rungs() == ["E"]
+
+
+@in_own_process
+def test_no_rung_is_explained() -> None:
+    with pytest.raises(OSError, match=r"no rung of isolation fits user id 0: start the server as root"):
+        probe.choose_ground(SpawnerConfig((), ("/tmp",), ()))
+
+
+@pytest.mark.parametrize("rung", ["1", "2"])
+@in_own_process
+def test_a_ground_is_prepared_and_tried(tmp_path: Path, rung: str) -> None:
+    ground = probe.choose_ground(SpawnerConfig((rung,), (str(tmp_path),), ()))
+    assert ground.rung.name == rung
+    assert list(tmp_path.iterdir()) == [Path(ground.folder)]
+    assert Path.cwd() == Path(ground.folder)
+    assert Path("base/etc/passwd").read_text() == Path("/etc/passwd").read_text()
+    assert Path("base/etc/passwd").stat().st_uid == ground.rung.owner_shift
+    with pytest.raises(OSError, match="Read-only file system"):
+        Path("base/etc/tbench2-test").touch()
+    assert list(Path("trash").iterdir()) == list(Path("episodes").iterdir()) == [], "what it tried with is left"
+    worktree.demolish(ground.folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+@in_own_process
+def test_the_hosts_mounts_are_left_as_they_are(tmp_path: Path) -> None:
+    host = Path(f"/proc/{os.getppid()}/mountinfo")
+    before = host.read_text()
+    probe.choose_ground(SpawnerConfig(("1",), (str(tmp_path),), ()))
+    assert str(tmp_path) in Path("/proc/self/mountinfo").read_text()
+    assert host.read_text() == before
+
+
+@in_own_process
+def test_the_first_scratch_that_takes_an_overlay_is_chosen(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    scratch = (str(tmp_path / "file"), "/proc/nowhere", str(tmp_path / "good"), str(tmp_path / "better"))
+    ground = probe.choose_ground(SpawnerConfig(("1",), scratch, ()))
+    assert Path(ground.folder).parent == tmp_path / "good"
+    assert not (tmp_path / "better").exists()
+
+
+@in_own_process
+def test_every_refusal_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    """An upper on an overlay is refused by the kernel: so is every scratch folder in a docker container's own root."""
+    own_mounts()
+    for name in ("lower", "upper", "work", "merged"):
+        (tmp_path / name).mkdir()
+    options = ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work"))
+    sc.mount("overlay", str(tmp_path / "merged"), "overlay", options=options)
+    scratch = tmp_path / "merged/scratch"
+    with pytest.raises(OSError, match="this host cannot isolate episodes") as caught:
+        probe.choose_ground(SpawnerConfig(("1", "2"), (str(scratch), "/proc/nowhere"), ()))
+    for rung in ("1", "2"):
+        assert f"rung {rung} with scratch {scratch}: fsconfig(" in str(caught.value)
+        assert f"rung {rung} with scratch /proc/nowhere: No such file" in str(caught.value)
+    assert list(scratch.iterdir()) == []
+    assert "/base " not in Path("/proc/self/mountinfo").read_text()

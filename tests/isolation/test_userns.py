@@ -1,0 +1,70 @@
+"""User namespaces: maps, a namespace as an id map, root inside one."""
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation import userns
+
+from .child import in_own_process, own_user_namespace
+from .rig import children, own_descriptors
+
+
+@in_own_process
+def test_maps_of_users_and_groups() -> None:
+    pid, pidfd = sc.clone3(sc.CLONE_NEWUSER)
+    if pid == 0:
+        signal.pause()
+    userns.write_maps("/proc", pid, "0 100000 65536\n")
+    for name in ("uid_map", "gid_map"):
+        assert Path(f"/proc/{pid}/{name}").read_text().split() == ["0", "100000", "65536"]
+    with pytest.raises(OSError, match=rf"write\(/proc/{pid}/uid_map, '0 0 1\\n'\)") as caught:
+        userns.write_maps("/proc", pid, "0 0 1\n")  # only once in a namespace's life
+    assert caught.value.errno == errno.EPERM
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+@in_own_process
+def test_a_namespace_that_only_is_an_id_map(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = own_descriptors()
+    ids = userns.open_mapped("0 100000 65536\n")
+    assert children(os.getpid()) == [], "no process stays in it"
+    tree = sc.open_tree(str(tmp_path))
+    sc.mount_setattr(tree, sc.MOUNT_ATTR_IDMAP, ids)
+    assert os.stat("file", dir_fd=tree).st_uid == 100_000
+    os.close(ids)
+    assert os.stat("file", dir_fd=tree).st_gid == 100_000
+    os.close(tree)
+    assert own_descriptors() == before
+
+
+@in_own_process
+def test_a_map_that_is_refused_leaves_nothing() -> None:
+    before = own_descriptors()
+    with pytest.raises(OSError, match=r"uid_map, 'nonsense'"):
+        userns.open_mapped("nonsense")
+    assert own_descriptors() == before
+    assert children(os.getpid()) == []
+
+
+@pytest.mark.parametrize("groups", [True, False])
+@in_own_process
+def test_becoming_root(groups: bool) -> None:
+    os.setgroups([7])
+    os.setresuid(1, 0, 2)
+    userns.become_root(supplementary_groups=groups)
+    assert (os.getresuid(), os.getresgid()) == ((0, 0, 0), (0, 0, 0))
+    assert os.getgroups() == ([] if groups else [7])
+
+
+@in_own_process
+def test_a_single_id_without_setgroups() -> None:
+    own_user_namespace()
+    userns.become_root(supplementary_groups=False)
+    with pytest.raises(PermissionError):
+        userns.become_root(supplementary_groups=True)

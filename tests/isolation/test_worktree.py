@@ -1,0 +1,171 @@
+"""The ground of the worktrees: what is hidden, who may remove a folder, and what removing never touches."""
+
+import fcntl
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation import worktree
+from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS
+
+from .child import in_own_process, own_mounts, own_user_namespace
+
+
+@pytest.mark.parametrize(
+    ("path", "hidden"),
+    [
+        ("/work/tasks", True),
+        ("/data", True),
+        ("/tmp/x", True),
+        ("/tmp", True),
+        ("/root/.cache", True),
+        ("/var/tmp/x", True),
+        ("/run/lock/x", True),
+        ("/home/me", True),
+        ("/proc/1", True),
+        ("/", True),
+        ("/usr/share/tasks", False),
+        ("/opt", False),
+        ("/var", False),
+        ("/var/lib/tasks", False),
+        ("/var/tmpfiles", False),
+        ("/etc/tasks", False),
+        ("/srv/x", False),
+        ("/opt/tmp/x", False),
+    ],
+)
+def test_what_no_episode_sees_anyway(path: str, hidden: bool) -> None:
+    assert worktree.is_hidden_already(path) is hidden
+
+
+def test_every_private_folder_is_hidden_and_every_system_folder_is_not() -> None:
+    assert all(worktree.is_hidden_already(f"/{path}/x") for path in PRIVATE_FOLDERS)
+    assert not any(worktree.is_hidden_already(f"/{path}/x") for path in SYSTEM_FOLDERS)
+
+
+# ---------------------------------------------------------------- whose folder it is
+def claim_in_a_child(scratch: Path) -> tuple[Path, Callable[[], None]]:
+    """A folder claimed by another process, as a live neighbour has it; the function ends that process."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write_end, worktree.claim_folder(str(scratch)).encode())
+        signal.pause()
+    folder = Path(os.read(read_end, 4096).decode())
+
+    def end() -> None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    return folder, end
+
+
+def furnish(folder: Path) -> None:
+    """As a ground looks with two worktrees."""
+    for name in ("base", "sysfs", "shared", "episodes/a/upper/deep/er", "episodes/a/work", "trash/b/upper"):
+        (folder / name).mkdir(parents=True)
+    (folder / "episodes/a/upper/deep/file").write_text("x")
+
+
+@in_own_process
+def test_a_dead_servers_folder_is_swept_and_a_live_neighbours_is_not(tmp_path: Path) -> None:
+    (alive, end_alive), (dead, end_dead) = claim_in_a_child(tmp_path), claim_in_a_child(tmp_path)
+    for folder in (alive, dead):
+        furnish(folder)
+    end_dead()
+    worktree.sweep(str(tmp_path))
+    assert not dead.exists()
+    assert (alive / "episodes/a/upper/deep/file").read_text() == "x"
+    assert (alive / "lock").exists()
+    end_alive()
+    worktree.sweep(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@in_own_process
+def test_a_new_server_sweeps_and_claims_a_folder_of_its_own(tmp_path: Path) -> None:
+    scratch = tmp_path / "made/on/demand"
+    dead, end = claim_in_a_child(scratch)
+    end()
+    folder = Path(worktree.claim_folder(str(scratch)))
+    assert list(scratch.iterdir()) == [folder] != [dead]
+    assert scratch.stat().st_mode & 0o777 == 0o700
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with (folder / "lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@in_own_process
+def test_what_is_not_a_servers_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "tbench2-file").write_text("x")
+    (tmp_path / "tbench2-nolock").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    worktree.sweep(str(tmp_path))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# ---------------------------------------------------------------- demolish
+def precious(tmp_path: Path) -> dict[str, str]:
+    """What must survive: file -> text. It stands for the host's root."""
+    root = tmp_path / "host"
+    (root / "usr/lib").mkdir(parents=True)
+    for name in ("passwd", "usr/lib/libc.so"):
+        (root / name).write_text(name)
+    return {str(path): path.read_text() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["base", "sysfs", "shared"])
+@in_own_process
+def test_what_is_mounted_is_unmounted_and_never_emptied(tmp_path: Path, name: str) -> None:
+    own_mounts()
+    files = precious(tmp_path)
+    folder = Path(worktree.claim_folder(str(tmp_path / "scratch")))
+    furnish(folder)
+    sc.mount(str(tmp_path / "host"), str(folder / name), flags=sc.MS_BIND)
+    assert (folder / name / "passwd").exists()
+    worktree.demolish(str(folder))
+    assert not folder.exists()
+    assert {path: Path(path).read_text() for path in files} == files
+
+
+@in_own_process
+def test_what_cannot_be_unmounted_is_not_emptied_either(tmp_path: Path) -> None:
+    """Mounts that came from a more privileged namespace are locked: umount is EINVAL (mount_namespaces(7))."""
+    own_mounts()
+    files = precious(tmp_path)
+    folder = Path(worktree.claim_folder(str(tmp_path / "scratch")))
+    furnish(folder)
+    sc.mount(str(tmp_path / "host"), str(folder / "base"), flags=sc.MS_BIND)
+    own_user_namespace(sc.CLONE_NEWNS)
+    with pytest.raises(OSError, match="Invalid argument"):
+        sc.umount(str(folder / "base"))
+    worktree.demolish(str(folder))
+    assert sorted(path.name for path in (folder / "base").iterdir()) == ["passwd", "usr"]
+    assert {path: Path(path).read_text() for path in files} == files
+    assert (folder / "lock").exists(), "without its lock, no later sweep would find the folder"
+
+
+@in_own_process
+def test_links_in_a_worktree_are_not_followed(tmp_path: Path) -> None:
+    files = precious(tmp_path)
+    folder = Path(worktree.claim_folder(str(tmp_path / "scratch")))
+    furnish(folder)
+    for place in ("episodes/a/upper", "episodes", "trash"):
+        (folder / place / "link").symlink_to(tmp_path / "host")
+    worktree.demolish(str(folder))
+    assert not folder.exists()
+    assert {path: Path(path).read_text() for path in files} == files
+
+
+@in_own_process
+def test_a_half_built_folder_is_demolished(tmp_path: Path) -> None:
+    folder = Path(worktree.claim_folder(str(tmp_path)))
+    worktree.demolish(str(folder))
+    worktree.demolish(str(folder))
+    assert list(tmp_path.iterdir()) == []
+    assert Path.cwd() == Path("/")
