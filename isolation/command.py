@@ -1,5 +1,6 @@
 """The last steps of a forked child before it becomes a command: descriptors, terminal, folder, exec."""
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -40,8 +41,11 @@ def become(command: CommandSpec, fds: list[int], enter: Callable[[], None], repo
         os.umask(0o022)
         os.execve(command.path, command.argv, command.env)
     except BaseException as error:
-        report(f"{command.path}: {error}")
-    os._exit(NOT_STARTED)
+        with contextlib.suppress(BaseException):
+            report(f"{command.path}: {error}")
+    finally:
+        # Whatever happened: a fork must never go on as a second launcher or spawner.
+        os._exit(NOT_STARTED)
 
 
 def _open_terminal(reply_fd: int) -> list[int]:

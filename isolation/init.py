@@ -3,6 +3,7 @@
 Runs in the process that `clone3` made, between the fork and the exec; nothing here returns to the caller.
 """
 
+import contextlib
 import os
 import resource
 import signal
@@ -79,8 +80,11 @@ def run(spec: SandboxSpec, rung: Rung, inside: Inside) -> NoReturn:
         socket.send_fds(inside.channel, [b"ok"], descriptors)
         os.execve(inside.pause, ["init"], {})
     except BaseException as error:
-        inside.channel.send(f"{type(error).__name__}: {error}".encode()[:4000])
-    os._exit(1)
+        with contextlib.suppress(BaseException):
+            inside.channel.send(f"{type(error).__name__}: {error}".encode()[:4000])
+    finally:
+        # Whatever happened: a fork must never go on as a second spawner.
+        os._exit(1)
 
 
 def _become_first(channel: socket.socket, rung: Rung) -> None:

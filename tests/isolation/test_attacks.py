@@ -61,13 +61,13 @@ LOOKING = {
 }
 
 
-@pytest.mark.parametrize("attack", LOOKING.values(), ids=LOOKING)
-async def test_looking_into_a_verifier(scene: Scene, attack: str) -> None:
-    rehearsed = await scene.rehearse(attack)
-    assert rehearsed.status == 0, rehearsed
-    done = await scene.attack(attack)
-    assert done.status != 0
-    assert is_refused(done, NOT_ALLOWED), done
+async def test_looking_into_a_verifier(scene: Scene) -> None:
+    for name, attack in LOOKING.items():
+        rehearsed = await scene.rehearse(attack)
+        assert rehearsed.status == 0, (name, rehearsed)
+        done = await scene.attack(attack)
+        assert done.status != 0, name
+        assert is_refused(done, NOT_ALLOWED), (name, done)
 
 
 async def test_the_agent_sees_the_verifiers_processes(scene: Scene) -> None:
@@ -97,13 +97,13 @@ scoped = pytest.mark.skipif(sc.landlock_abi() < 6, reason="landlock has no scope
 
 
 @scoped
-@pytest.mark.parametrize("attack", SIGNALS.values(), ids=SIGNALS)
-async def test_signals_to_a_verifier(scene: Scene, attack: str) -> None:
-    rehearsed = await scene.rehearse(attack)
-    assert rehearsed.status == 0, rehearsed
-    done = await scene.attack(attack)
-    assert done.status != 0
-    assert done.output.rstrip().endswith("Operation not permitted"), done
+async def test_signals_to_a_verifier(scene: Scene) -> None:
+    for name, attack in SIGNALS.items():
+        rehearsed = await scene.rehearse(attack)
+        assert rehearsed.status == 0, (name, rehearsed)
+        done = await scene.attack(attack)
+        assert done.status != 0, name
+        assert done.output.rstrip().endswith("Operation not permitted"), (name, done)
 
 
 @scoped

@@ -240,6 +240,16 @@ async def test_a_terminal_is_the_controlling_one(terminal: Terminal) -> None:
     assert (await terminal.shows("end\r\n")).split() == ["pts/0", "end"]
 
 
+async def test_a_terminal_is_the_controlling_one_of_programs_that_do_not_see_to_it_themselves(sandbox: Sandbox) -> None:
+    """An interactive bash would."""
+    command = CommandSpec("/bin/sh", ("sh", "-c", "echo direct >/dev/tty; read line"), "/", ENV, tty=True)
+    opened = Terminal(*await sandbox.open_terminal(command))
+    await opened.shows("direct\r\n")
+    opened.write("\x03")  # Ctrl-C
+    assert await asyncio.wait_for(opened.process.wait(), 5) == -signal.SIGINT
+    os.close(opened.master)
+
+
 async def test_the_size_of_a_terminal(terminal: Terminal) -> None:
     terminal.resize(33, 144)
     terminal.write("stty size\n")
