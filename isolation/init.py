@@ -94,7 +94,7 @@ def _become_first(channel: socket.socket, rung: Rung) -> None:
     prefer_for_oom_killer()
     if channel.recv(16) != b"mapped":
         os._exit(1)
-    userns.become_root(supplementary_groups=rung.id_map[2] > 1)
+    userns.become_root(supplementary_groups=rung.has_id_range)
     # After the ids change, which clears it.
     sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -110,7 +110,7 @@ def _mount_everything(rung: Rung, inside: Inside) -> None:
     sc.mount("", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
     sc.move_mount(inside.worktree, STAGE)
     sc.move_mount(inside.sysfs, STAGE + "/sys")
-    plan = mounts.sandbox_plan(protect_proc_sys=rung.protect_proc_sys, own_tty_group=rung.id_map[2] > 1)
+    plan = mounts.sandbox_plan(protect_proc_sys=rung.protect_proc_sys, own_tty_group=rung.has_id_range)
     mounts.apply(plan, STAGE)
 
 

@@ -93,7 +93,7 @@ class Launcher:
         def enter() -> None:
             for name in ("mnt", "ipc", "uts", "user"):  # user last: the others need the outer namespace's rights
                 sc.setns(episode[name], _KINDS[name])
-            userns.become_root(supplementary_groups=self.rung.id_map[2] > 1)
+            userns.become_root(supplementary_groups=self.rung.has_id_range)
 
         return enter
 

@@ -199,7 +199,7 @@ class Spawner:
             sc.setns(opened["ipc"], sc.CLONE_NEWIPC)
             sc.setns(opened["uts"], sc.CLONE_NEWUTS)
             sc.setns(opened["user"], sc.CLONE_NEWUSER)
-            userns.become_root(supplementary_groups=self.ground.rung.id_map[2] > 1)
+            userns.become_root(supplementary_groups=self.ground.rung.has_id_range)
 
         return enter
 

@@ -55,14 +55,19 @@ class Rung(_Data):
     lacks: tuple[str, ...] = ()
 
     @property
+    def has_id_range(self) -> bool:
+        """Whether an episode has more than one id: only then can owners differ and groups be set."""
+        return self.id_map[2] > 1
+
+    @property
     def owner_shift(self) -> int:
         """What to add to an id inside an episode to get the id that owns the file on disk."""
-        return self.id_map[1] if self.id_map[2] > 1 else 0
+        return self.id_map[1] if self.has_id_range else 0
 
     @property
     def caps_processes(self) -> bool:
         """Whether RLIMIT_NPROC holds: the kernel does not count the processes of its own root."""
-        return self.id_map[1] != 0 or self.id_map[2] == 1
+        return self.id_map[1] != 0 or not self.has_id_range
 
     @property
     def map_line(self) -> str:

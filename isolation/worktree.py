@@ -152,7 +152,7 @@ def _attach(mount_fd: int, name: str) -> None:
 
 def own(ground: Ground, path: str, uid: int = 0, gid: int = 0) -> None:
     """Give `path` to an id as the episode sees it."""
-    if ground.rung.id_map[2] > 1:
+    if ground.rung.has_id_range:
         os.chown(path, ground.shift(uid), ground.shift(gid), follow_symlinks=False)
 
 

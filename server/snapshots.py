@@ -49,7 +49,7 @@ class Ground:
 
     @property
     def owner(self) -> layer.Owner:
-        return layer.Owner(self.rung.owner_shift, change=self.rung.id_map[2] > 1)
+        return layer.Owner(self.rung.owner_shift, change=self.rung.has_id_range)
 
     def base(self) -> layer.BaseView:
         names = {entry.name for entry in os.scandir("/")} - SYSTEM_FOLDERS
