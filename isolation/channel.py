@@ -31,11 +31,11 @@ class Channel:
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Raises: ValueError for a message that is too large, ChannelClosed, BlockingIOError."""
-        check_size(message, fds)
+        data = encode_checked(message, fds)
         if self._muted:
             return
         try:
-            socket.send_fds(self.sock, [encode(message)], list(fds))
+            socket.send_fds(self.sock, [data], list(fds))
         except ConnectionError as error:
             raise ChannelClosed from error
 
@@ -54,13 +54,14 @@ class Channel:
         return decode(data), fds
 
 
-def check_size(message: dict[str, Any], fds: Sequence[int]) -> None:
-    """Raises: ValueError naming the bound that the message or its descriptors break."""
-    size = len(encode(message))
-    if size > MESSAGE_MAX:
-        raise ValueError(f"message of {size} bytes to the spawner, {MESSAGE_MAX} at most: shorten env or argv")
+def encode_checked(message: dict[str, Any], fds: Sequence[int]) -> bytes:
+    """The message as it is sent. Raises: ValueError naming the bound that it or its descriptors break."""
+    data = encode(message)
+    if len(data) > MESSAGE_MAX:
+        raise ValueError(f"message of {len(data)} bytes to the spawner, {MESSAGE_MAX} at most: shorten env or argv")
     if len(fds) > DESCRIPTORS_MAX:
         raise ValueError(f"{len(fds)} descriptors with one message, {DESCRIPTORS_MAX} at most")
+    return data
 
 
 def receive_descriptors(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tbench2_env.isolation import probe, worktree
-from tbench2_env.isolation.channel import Channel, ChannelClosed, check_size, close_all, receive_descriptors
+from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, encode_checked, receive_descriptors
 from tbench2_env.isolation.spec import RUNGS, CommandSpec, Rung, SandboxSpec, SpawnerConfig
 
 #: Seconds that the spawner may take for one request. Its work takes milliseconds; this only ends a wait on a host that
@@ -83,11 +83,11 @@ class _AsyncChannel:
 
     def post(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send now, or as soon as the other side has read enough; the caller keeps its descriptors either way."""
-        check_size(message, fds)
         try:
             if not self._unsent:
                 self._channel.send(message, fds)
                 return
+            encode_checked(message, fds)  # refused now, not when its turn comes
         except BlockingIOError:
             self._loop.add_writer(self._channel.fileno(), self._send_more)
         except (OSError, ChannelClosed) as error:
