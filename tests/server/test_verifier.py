@@ -301,7 +301,8 @@ async def test_a_planted_verdict_is_not_read(server: Server, add_task: AddTask, 
 async def test_a_solved_task_stays_solved_whatever_surrounds_it(server: Server) -> None:
     async with server.client() as env:
         for plant in ("reward files", "logs replaced", "tests linked", "a racing writer", "a killer"):
-            assert_verdict(await graded(env, "ok", PLANTS[plant], SOLVE), 1.0)
+            # Solved first: the killer takes the agent's own commands, too, when it is quick.
+            assert_verdict(await graded(env, "ok", SOLVE, PLANTS[plant]), 1.0)
 
 
 async def test_an_output_that_never_ends_is_a_timeout_not_a_hang(server: Server, add_task: AddTask) -> None:
