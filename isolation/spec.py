@@ -21,9 +21,19 @@ HOSTNAME = "tbench"
 
 
 class Network(StrEnum):
-    """Whose network an episode uses. Private networks with egress are not built yet."""
+    """Whose network an episode uses."""
 
+    #: The node's own: ports are shared, and the node's services are within reach.
     HOST = "host"
+    #: A loopback of its own and nothing else.
+    PRIVATE = "private"
+    #: Private, and a way out that does not lead to the host.
+    EGRESS = "egress"
+    #: Private, and on its loopback, at PROXY_PORT, an HTTP proxy whose connections are accepted outside.
+    PROXY = "proxy"
+
+
+PROXY_PORT = 3128
 
 
 class _Data:
@@ -101,6 +111,18 @@ RUNGS = {
         ),
     )
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits(_Data):
+    """What one episode may use, all its processes together. None: as much as there is."""
+
+    memory_bytes: int | None = None
+    #: What its worktree holds, and how many files and folders.
+    storage_bytes: int | None = None
+    files_max: int | None = None
+    processes_max: int | None = None
+    cpus: float | None = None
 
 
 @dataclass(frozen=True)
