@@ -1,6 +1,6 @@
 """PID 1 of an episode: makes the namespaces' inside, hands out descriptors of them, and becomes a tiny pause program.
 
-Runs in the process that `clone3` made, between the fork and the exec; nothing here returns to the caller.
+Runs in the process that `clone` made, between the fork and the exec; nothing here returns to the caller.
 """
 
 import contextlib
@@ -10,18 +10,15 @@ import signal
 import socket
 import struct
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from tbench2_env.isolation import mounts, userns
+from tbench2_env.isolation import mounts, network, userns
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.spec import HOSTNAME, Rung, SandboxSpec
+from tbench2_env.isolation.spec import HOSTNAME, Network, Rung, SandboxSpec, decode
 
 #: Where the worktree is mounted until it becomes the root. /tmp exists everywhere, and the 0700 scratch folder would
 #: be EACCES for the episode's root.
 STAGE = "/tmp"
-#: What `run` hands out, in this order, as descriptors.
-HANDED_OUT = ("user", "proc")
-
 _ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
 _PAUSE_CODE = {
     # again: mov $34, %eax (pause); syscall; jmp again
@@ -62,22 +59,35 @@ def pause_descriptor() -> int:
 
 @dataclass(frozen=True)
 class Inside:
-    """What PID 1 needs from outside: descriptors of detached mounts, of the pause program and of the channel."""
+    """What PID 1 needs from outside: descriptors of detached mounts, of the pause program and of the channel.
+
+    `worktree` are mounts and their places, the root first.
+    """
 
     channel: socket.socket
-    worktree: int
+    worktree: list[tuple[int, str]]
     sysfs: int
     pause: int
 
 
 def run(spec: SandboxSpec, rung: Rung, inside: Inside) -> NoReturn:
-    """Become PID 1 of the episode; answer over the channel with the descriptors of HANDED_OUT, or with an error."""
+    """Become PID 1 of the episode; answer over the channel with named descriptors, or with an error.
+
+    The answer is `ok` and the descriptors' names: `proc`, the episode's own; `user`, the agents' namespace, where the
+    rung has those; `listener`, a socket for the proxy's connections, where the spec wants one.
+    """
     try:
-        _become_first(inside.channel, rung)
-        _mount_everything(rung, inside)
-        descriptors = _namespaces_of_agent(spec, rung)
+        settings = _become_first(inside.channel, rung)
+        listener = network.set_up(spec.network, settings) if spec.network is not Network.HOST else None
+        _mount_everything(spec, rung, inside)
+        handed_out = {"proc": os.open(STAGE + "/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)}
+        if listener is not None:
+            handed_out["listener"] = listener
+        _cap_processes(spec)
+        if rung.user_namespaces:
+            handed_out["user"] = _user_namespace_of_agents(rung)
         _enter_root()
-        socket.send_fds(inside.channel, [b"ok"], descriptors)
+        socket.send_fds(inside.channel, [" ".join(["ok", *handed_out]).encode()], list(handed_out.values()))
         os.execve(inside.pause, ["init"], {})
     except BaseException as error:
         with contextlib.suppress(BaseException):
@@ -87,16 +97,19 @@ def run(spec: SandboxSpec, rung: Rung, inside: Inside) -> NoReturn:
         os._exit(1)
 
 
-def _become_first(channel: socket.socket, rung: Rung) -> None:
+def _become_first(channel: socket.socket, rung: Rung) -> dict[str, Any]:
+    """Answers with what the spawner decided of our network."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.setsid()
     # Before the ids change: /proc/self belongs to real root afterwards.
     prefer_for_oom_killer()
-    if channel.recv(16) != b"mapped":
+    go = channel.recv(4096)
+    if not go:
         os._exit(1)
     userns.become_root(supplementary_groups=rung.has_id_range)
     # After the ids change, which clears it.
     sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+    return decode(go)
 
 
 def prefer_for_oom_killer() -> None:
@@ -106,22 +119,26 @@ def prefer_for_oom_killer() -> None:
     os.close(fd)
 
 
-def _mount_everything(rung: Rung, inside: Inside) -> None:
+def _mount_everything(spec: SandboxSpec, rung: Rung, inside: Inside) -> None:
     sc.mount("", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
-    sc.move_mount(inside.worktree, STAGE)
+    for fd, place in inside.worktree:
+        sc.move_mount(fd, STAGE + place)
     sc.move_mount(inside.sysfs, STAGE + "/sys")
-    plan = mounts.sandbox_plan(protect_proc_sys=rung.protect_proc_sys, own_tty_group=rung.has_id_range)
-    mounts.apply(plan, STAGE)
+    mounts.apply(mounts.sandbox_plan(rung, spec), STAGE)
 
 
-def _namespaces_of_agent(spec: SandboxSpec, rung: Rung) -> list[int]:
-    """Make the agent's user namespace below the episode's own, and open it and the episode's /proc.
+def _cap_processes(spec: SandboxSpec) -> None:
+    """Set before the agents' user namespace exists, it caps all of the episode's users together."""
+    most = spec.limits.processes_max
+    if most is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
-    The process that makes it exits at once: nothing of the agent's is left running.
+
+def _user_namespace_of_agents(rung: Rung) -> int:
+    """Make the agents' user namespace below the episode's own, and open it.
+
+    The process that makes it exits at once: nothing of the agents' is left running.
     """
-    if spec.processes_max is not None:
-        # Set before the inner namespace exists, it caps all of the episode's users together.
-        resource.setrlimit(resource.RLIMIT_NPROC, (spec.processes_max, spec.processes_max))
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -131,11 +148,10 @@ def _namespaces_of_agent(spec: SandboxSpec, rung: Rung) -> list[int]:
     answer = ours.recv(4000).decode()
     if answer != "ready":
         raise OSError(answer)
-    proc = STAGE + "/proc"
-    userns.write_maps(proc, pid, rung.inner_map_line)
-    agent = os.open(f"{proc}/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    userns.write_maps(STAGE + "/proc", pid, rung.inner_map_line)
+    agents = os.open(f"{STAGE}/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     ours.close()
-    return [agent, os.open(proc, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    return agents
 
 
 def _make_user_namespace(channel: socket.socket) -> NoReturn:

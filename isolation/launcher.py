@@ -12,17 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from tbench2_env.isolation import capabilities, processes, seccomp, userns
 from tbench2_env.isolation import command as commands
-from tbench2_env.isolation import processes, seccomp, userns
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
 from tbench2_env.isolation.init import prefer_for_oom_killer
 from tbench2_env.isolation.reactor import Reactor
 from tbench2_env.isolation.spec import CommandSpec, Rung
 
-#: The order in which the spawner sends an episode's descriptors.
-NAMESPACES = ("user", "pid", "mnt", "ipc", "uts", "proc")
-_KINDS = {"mnt": sc.CLONE_NEWNS, "ipc": sc.CLONE_NEWIPC, "uts": sc.CLONE_NEWUTS, "user": sc.CLONE_NEWUSER}
+#: The namespaces that a command joins, user last: the others need the outer namespace's rights.
+_KINDS = {
+    "mnt": sc.CLONE_NEWNS, "ipc": sc.CLONE_NEWIPC, "uts": sc.CLONE_NEWUTS, "net": sc.CLONE_NEWNET,
+    "user": sc.CLONE_NEWUSER,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Launcher:
         message, fds = self.spawner.receive()
         name = message["name"]
         if message["op"] == "add":
-            self.episodes[name] = dict(zip(NAMESPACES, fds, strict=True))
+            self.episodes[name] = dict(zip(message["descriptors"], fds, strict=True))
         else:
             close_all(list(self.episodes.pop(name, {}).values()))
 
@@ -91,9 +93,12 @@ class Launcher:
 
     def _enter(self, episode: dict[str, int]) -> Callable[[], None]:
         def enter() -> None:
-            for name in ("mnt", "ipc", "uts", "user"):  # user last: the others need the outer namespace's rights
-                sc.setns(episode[name], _KINDS[name])
+            for name, kind in _KINDS.items():
+                if name in episode:
+                    sc.setns(episode[name], kind)
             userns.become_root(supplementary_groups=self.rung.has_id_range)
+            if not self.rung.user_namespaces:
+                capabilities.confine_agent()
 
         return enter
 

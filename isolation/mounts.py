@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation.spec import Limits, Network, Rung, SandboxSpec
 
 _NO_DEV = sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC
 
@@ -98,7 +99,28 @@ class Folder:
         return f"folder {self.target} {self.mode:o}"
 
 
-Operation = Filesystem | ReadOnly | Pin | Node | Link | Folder
+@dataclass(frozen=True)
+class Sysctl:
+    """A value under /proc/sys, of the namespaces that we are in."""
+
+    name: str
+    value: str
+
+    def execute(self, prefix: str) -> None:
+        path = f"{prefix}/proc/sys/{self.name}"
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, self.value.encode())
+        except OSError as error:
+            raise OSError(error.errno, f"write({path}, {self.value}): {error.strerror}") from None
+        finally:
+            os.close(fd)
+
+    def describe(self) -> str:
+        return f"sysctl {self.name.replace('/', '.')} = {self.value}"
+
+
+Operation = Filesystem | ReadOnly | Pin | Node | Link | Folder | Sysctl
 
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _DEV: tuple[Operation, ...] = (
@@ -111,7 +133,6 @@ _DEV: tuple[Operation, ...] = (
     Link("pts/ptmx", "/dev/ptmx"),
     Folder("/dev/shm"),
     Folder("/dev/pts"),
-    Filesystem("tmpfs", "/dev/shm", "mode=1777"),
 )
 # /tests and /logs/verifier are mount points even while no verifier runs: without these pins the agent's `rmdir /tests`
 # detached the verifier's own mount, and a forged reward was read.
@@ -120,24 +141,38 @@ _PINS: tuple[Operation, ...] = (
     Filesystem("tmpfs", "/tests", "mode=755,size=4k,nr_inodes=2", _NO_DEV | sc.MS_RDONLY),
     Filesystem("tmpfs", "/logs/verifier", "mode=755,size=4k,nr_inodes=2", _NO_DEV | sc.MS_RDONLY),
 )
-# Where root inside is root outside, these files of /proc would change the host.
-_PROC_WRITABLE_BY_HOST_ROOT = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus")
+# Where root inside is root outside, these files of /proc would change the host, or tell of it. As docker has it.
+_PROC_OF_HOST_ROOT = tuple(f"/proc/{name}" for name in ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"))
+#: Bytes of /dev/shm where the task says nothing of memory.
+_SHM_BYTES = 1 << 30
 
 
-def sandbox_plan(*, protect_proc_sys: bool, own_tty_group: bool) -> tuple[Operation, ...]:
-    """What is mounted over a worktree before it becomes an episode's root.
-
-    `own_tty_group`: terminals belong to group tty (5), which only a range of ids has.
-    """
-    devpts = "newinstance,ptmxmode=0666,mode=0620" + (",gid=5" if own_tty_group else "")
-    guards = _PROC_WRITABLE_BY_HOST_ROOT if protect_proc_sys else ()
+def sandbox_plan(rung: Rung, spec: SandboxSpec) -> tuple[Operation, ...]:
+    """What is mounted over a worktree before it becomes an episode's root."""
+    # Terminals belong to group tty (5), which only a range of ids has.
+    devpts = "newinstance,ptmxmode=0666,mode=0620" + (",gid=5" if rung.has_id_range else "")
+    guards = _PROC_OF_HOST_ROOT if rung.protect_proc_sys else ()
     return (
         Filesystem("proc", "/proc", flags=_NO_DEV),
+        *_sysctls(rung, spec.network),
         *(ReadOnly(path) for path in guards if os.path.exists(path)),
         *_DEV,
+        Filesystem("tmpfs", "/dev/shm", f"mode=1777,size={_shm_bytes(spec.limits)}"),
         Filesystem("devpts", "/dev/pts", devpts, sc.MS_NOSUID | sc.MS_NOEXEC),
         *_PINS,
     )
+
+
+def _shm_bytes(limits: Limits) -> int:
+    return _SHM_BYTES if limits.memory_bytes is None else limits.memory_bytes // 2
+
+
+def _sysctls(rung: Rung, network: Network) -> tuple[Operation, ...]:
+    """Agents have no rights over their network namespace, but may serve on every port and ping, as in docker."""
+    if network is Network.HOST:
+        return ()
+    groups = f"0 {rung.id_map[2] - 1}"
+    return Sysctl("net/ipv4/ip_unprivileged_port_start", "0"), Sysctl("net/ipv4/ping_group_range", groups)
 
 
 def apply(plan: Iterable[Operation], prefix: str) -> None:

@@ -49,7 +49,7 @@ def fork_aside_into(pid_namespace: int) -> int:
 def _fork_sibling(pid_namespace: int, answers: int) -> int:
     try:
         sc.setns(pid_namespace, sc.CLONE_NEWPID)
-        pid, _ = sc.clone3(sc.CLONE_PARENT)
+        pid, _ = sc.clone(sc.CLONE_PARENT)
     except OSError as error:
         os.write(answers, str(error).replace("\n", " ").encode())
         os._exit(1)
@@ -111,6 +111,21 @@ def in_user_namespace(proc: int, inode: int, but_not: int) -> Callable[[int], bo
             fd = os.open(f"{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
             inodes = _with_parents(fd)
             return inode in inodes and but_not not in inodes
+        return False
+
+    return wanted
+
+
+def in_other_mount_namespace(proc: int, agents: int) -> Callable[[int], bool]:
+    """A test for `kill_where`: has the process a mount namespace other than `agents`?
+
+    A process that is still on its way in has ours, and is left alone.
+    """
+    ours = os.stat("/proc/self/ns/mnt").st_ino
+
+    def wanted(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return os.stat(f"{pid}/ns/mnt", dir_fd=proc).st_ino not in (agents, ours)
         return False
 
     return wanted

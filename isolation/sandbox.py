@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tbench2_env.isolation import probe, worktree
+from tbench2_env.isolation import worktree
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, encode_checked, receive_descriptors
-from tbench2_env.isolation.spec import RUNGS, CommandSpec, Rung, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.spec import CommandSpec, Rung, SandboxSpec, SpawnerConfig
 
 #: Seconds that the spawner may take for one request. Its work takes milliseconds; this only ends a wait on a host that
 #: has stopped working.
@@ -131,7 +130,9 @@ class Sandbox:
     def __init__(self, spawner: "Spawner", spec: SandboxSpec) -> None:
         self.spec = spec
         self._spawner = spawner
-        self.verifier_folder = spawner.folder / "episodes" / spec.name / "verifier"
+        self.verifier_folder = spawner.ground / "episodes" / spec.name / "verifier"
+        #: A socket that listens in the episode's network, for whoever proxies for it; closed with the sandbox.
+        self.listener: socket.socket | None = None
         #: Resolved with a sentence when the sandbox died by itself.
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -174,6 +175,15 @@ class Sandbox:
         """Kill all that runs in it and discard its worktree. A sandbox that is gone already is no error."""
         await self._spawner._destroy(self)
 
+    def take_listener(self, fds: list[int]) -> None:
+        if fds:
+            self.listener = socket.socket(fileno=fds[0])
+            self.died.add_done_callback(lambda died: self._close_listener())
+
+    def _close_listener(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+
     def _check_alive(self) -> None:
         if self.died.done():
             raise SandboxError(self.died.result())
@@ -201,38 +211,42 @@ async def _receive_descriptor(sock: socket.socket, process: Process) -> int:
 
 
 class Spawner:
-    """The running spawner and what it says of this host: `rung`, `signals_scoped`, `folder`, `layers`.
+    """The running spawner and what it says of this host: `rung`, `signals_scoped`, `folder`, `layers`, `plan`, ...
 
-    `layers` is a folder in which the server makes one folder per task: `NAME/root` becomes a lower layer of worktrees,
+    `folder` is its scratch folder as the host sees it, `ground` the same with what is mounted in it. `layers` is a
+    folder there in which the server makes one folder per task: `NAME/root` becomes a lower layer of worktrees,
     `NAME/tests` is what verifiers see at /tests. It is a tmpfs that only this server and its spawner reach.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], config: SpawnerConfig) -> None:
         self._process, self._config = process, config
         self._requests = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._answers: dict[int, asyncio.Future[list[int]]] = {}
         self._processes: dict[int, Process] = {}
         self._sandboxes: dict[str, Sandbox] = {}
         self._hello: asyncio.Future[tuple[dict[str, Any], list[int]]] = asyncio.get_running_loop().create_future()
         self._cleaners = concurrent.futures.ThreadPoolExecutor(2, "discard")
-        self._layers_fd = -1
+        self._ground_fd = -1
         self._gone = False
         self._undoing: set[asyncio.Task[None]] = set()
         self.control: _AsyncChannel
         self.launcher: _AsyncChannel
         self.rung: Rung
         self.folder: Path
+        self.ground: Path
         self.layers: Path
-        self.signals_scoped = False
+        self.signals_scoped = self.in_memory = False
+        self.plan: list[str] = []
+        self.hidden_mounts: list[str] = []
 
     @classmethod
-    async def start(cls, *, scratch: Sequence[str], hide: Sequence[str] = (), rungs: Sequence[str] = ()) -> Self:
-        """Start the spawner on the first scratch folder and rung that work.
+    async def start(cls, *, rung: str, scratch: Sequence[str], hide: Sequence[str] = ()) -> Self:
+        """Start the spawner on the first scratch folder that works with `rung`.
 
-        `hide` are host paths that no episode may see, besides those outside the system folders. `rungs` default to
-        those that fit the user namespace we are in. Raises: IsolationUnavailable.
+        `hide` are host paths that no episode may see, besides those outside the system folders.
+        Raises: IsolationUnavailable.
         """
-        config = SpawnerConfig(tuple(rungs or probe.candidate_rungs()), tuple(scratch), tuple(hide))
+        config = SpawnerConfig(rung, tuple(scratch), tuple(hide))
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         theirs = [pair[1].fileno() for pair in pairs]
         arguments = [str(Path(__file__).parent), json.dumps(config.to_dict()), *map(str, theirs)]
@@ -255,11 +269,13 @@ class Spawner:
         except BaseException:
             await self.stop()
             raise
-        self.rung, self.folder = RUNGS[hello["hello"]], Path(hello["folder"])
-        self.signals_scoped = hello["signals_scoped"]
-        self._layers_fd = fds[0]
+        self.rung, self.folder = Rung.from_dict(hello["hello"]), Path(hello["folder"])
+        self.signals_scoped, self.in_memory = hello["signals_scoped"], hello["in_memory"]
+        self.plan, self.hidden_mounts = hello["plan"], hello["hidden_mounts"]
+        self._ground_fd = fds[0]
         # The spawner's mount namespace is not ours; a path through the descriptor leads into it.
-        self.layers = Path(f"/proc/self/fd/{self._layers_fd}")
+        self.ground = Path(f"/proc/self/fd/{self._ground_fd}")
+        self.layers = self.ground / "shared/layers"
 
     @property
     def alive(self) -> bool:
@@ -269,7 +285,7 @@ class Spawner:
         """Bytes that worktrees hold, trash included; counts at most `entries_max` files. Blocks."""
         total = 0
         for kind in ("episodes", "trash"):
-            for parent, _, files in os.walk(self.folder / kind):
+            for parent, _, files in os.walk(self.ground / kind):
                 for name in files:
                     with contextlib.suppress(OSError):
                         total += os.lstat(os.path.join(parent, name)).st_blocks * 512
@@ -285,7 +301,7 @@ class Spawner:
         sandbox = self._sandboxes[spec.name] = Sandbox(self, spec)
         creation = asyncio.ensure_future(self._ask({"op": "create", "spec": spec.to_dict()}))
         try:
-            await asyncio.shield(creation)
+            sandbox.take_listener(await asyncio.shield(creation))
         except asyncio.CancelledError:
             # The spawner is at it already: let it finish, then undo it.
             creation.add_done_callback(lambda done: self._undo(sandbox, done))
@@ -296,8 +312,9 @@ class Spawner:
             raise
         return sandbox
 
-    def _undo(self, sandbox: Sandbox, creation: "asyncio.Future[None]") -> None:
+    def _undo(self, sandbox: Sandbox, creation: "asyncio.Future[list[int]]") -> None:
         if creation.exception() is None:
+            sandbox.take_listener(creation.result())
             self._undoing.add(task := asyncio.ensure_future(self._destroy(sandbox)))
             task.add_done_callback(self._undoing.discard)
         else:
@@ -312,19 +329,19 @@ class Spawner:
             await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         self._lost()
         await asyncio.to_thread(self._cleaners.shutdown)
-        if self._layers_fd >= 0:
+        if self._ground_fd >= 0:
             # Deletions of ours may have been in the spawner's way when it removed the folder.
             await asyncio.to_thread(worktree.remove, str(self.folder))
-            os.close(self._layers_fd)
-            self._layers_fd = -1
+            os.close(self._ground_fd)
+            self._ground_fd = -1
 
     # ------------------------------------------------------------ requests
-    async def _ask(self, message: dict[str, Any]) -> None:
+    async def _ask(self, message: dict[str, Any]) -> list[int]:
         request = next(self._requests)
         answer = self._answers[request] = asyncio.get_running_loop().create_future()
         try:
             self.control.post({"id": request, **message})
-            await asyncio.wait_for(answer, REQUEST_TIMEOUT_S)
+            return await asyncio.wait_for(answer, REQUEST_TIMEOUT_S)
         except TimeoutError:
             raise SandboxError(f"the spawner did not {message['op']} within {REQUEST_TIMEOUT_S:g} s") from None
         finally:
@@ -359,7 +376,7 @@ class Spawner:
                 own = trash / f".deleting-{os.urandom(8).hex()}"
                 with contextlib.suppress(FileNotFoundError):
                     folder.rename(own)
-                    shutil.rmtree(own, ignore_errors=True)
+                    worktree.delete(str(own))
 
         with contextlib.suppress(RuntimeError):  # shut down: the spawner removes the whole folder
             self._cleaners.submit(delete)
@@ -368,7 +385,7 @@ class Spawner:
     def _message(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
             case {"id": request, "ok": True}:
-                self._resolve(self._answers.get(request), None)
+                self._resolve(self._answers.get(request), fds)
             case {"event": "exit", "id": request, "status": status}:
                 self._process_ended(request, status)
             case {"event": "failed", "id": request, "error": error} | {"id": request, "error": error}:
@@ -378,13 +395,14 @@ class Spawner:
             case _:
                 self._hello.set_result((message, fds))
 
-    def _resolve(self, future: "asyncio.Future[None] | None", error: Exception | None) -> None:
+    def _resolve(self, future: "asyncio.Future[list[int]] | None", result: list[int] | Exception) -> None:
         if future is None or future.done():
-            return
-        if error is None:
-            future.set_result(None)
+            if isinstance(result, list):
+                close_all(result)
+        elif isinstance(result, list):
+            future.set_result(result)
         else:
-            future.set_exception(error)
+            future.set_exception(result)
 
     def _process_ended(self, request: int, status: int) -> None:
         process = self._processes.pop(request, None)

@@ -22,21 +22,23 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+from tbench2_env.isolation import capabilities, init, launcher, mounts, probe, processes, userns, worktree
 from tbench2_env.isolation import command as commands
-from tbench2_env.isolation import init, launcher, probe, processes, userns, worktree
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, receive_descriptors
 from tbench2_env.isolation.reactor import Reactor
-from tbench2_env.isolation.spec import CommandSpec, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.spec import RUNGS, CommandSpec, Network, SandboxSpec, SpawnerConfig, encode
 
 #: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
 _LAST_CLEANING_S = 3
 #: Seconds to wait for killed episodes at the end; a process stuck in the kernel dies later.
 _LAST_REAPING_S = 2.0
+#: The last argument of a spawner that is in its own user namespace.
+_ENTERED = "entered"
 
 
 @dataclass
@@ -48,9 +50,10 @@ class Episode:
     pidfd: int
     created_by: int
     channel: socket.socket | None = None
+    own_network: bool = False
     destroyed_by: int | None = None
     proc: int = -1
-    #: Inode of the user namespace that the agent's processes live in.
+    #: Inode of the namespace, of the kind that tells agents from verifiers here, that the agent's processes live in.
     agents: int = -1
     verifiers: set[int] = field(default_factory=set)
 
@@ -80,14 +83,17 @@ class Spawner:
         self._end_everything()
 
     def _say_hello(self) -> None:
-        layers = os.open("shared/layers", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         hello = {
-            "hello": self.ground.rung.name,
+            "hello": self.ground.rung.to_dict(),
             "folder": self.ground.folder,
+            "in_memory": self.ground.in_memory,
+            "plan": mounts.describe(mounts.sandbox_plan(self.ground.rung, SandboxSpec("", network=Network.PRIVATE))),
+            "hidden_mounts": probe.hidden_mounts(),
             "signals_scoped": launcher.signals_scoped(),
         }
-        self.server.send(hello, [layers])
-        os.close(layers)
+        self.server.send(hello, [root])
+        os.close(root)
 
     def _request(self) -> None:
         message, fds = self.server.receive()
@@ -99,46 +105,54 @@ class Spawner:
         finally:
             close_all(fds)
 
-    def _answer(self, request: int, error: str | None = None) -> None:
-        self.server.send({"id": request, "ok": True} if error is None else {"id": request, "error": error})
+    def _answer(self, request: int, error: str | None = None, fds: Sequence[int] = ()) -> None:
+        self.server.send({"id": request, "ok": True} if error is None else {"id": request, "error": error}, fds)
 
     # ------------------------------------------------------------ create
     def _create(self, message: dict[str, Any], fds: list[int]) -> None:
         spec = SandboxSpec.from_dict(message["spec"])
-        overlay = worktree.create(self.ground, spec.name, spec.layers)
+        worktree_mounts = worktree.create(self.ground, spec)
         sysfs = worktree.open_sysfs("sysfs")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid, pidfd = sc.clone3(
-                sc.CLONE_NEWUSER | sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
-            )
+            pid, pidfd = sc.clone(self._new_namespaces(spec))
             if pid == 0:
                 ours.close()
-                init.run(spec, self.ground.rung, init.Inside(theirs, overlay, sysfs, self.pause))
+                init.run(spec, self.ground.rung, init.Inside(theirs, worktree_mounts, sysfs, self.pause))
         except OSError:
-            worktree.discard(spec.name)
+            worktree.discard(self.ground, spec.name)
             raise
         finally:
-            close_all([overlay, sysfs])
+            close_all([sysfs, *(fd for fd, _ in worktree_mounts)])
             theirs.close()
-        episode = Episode(spec.name, pid, pidfd, message["id"], ours)
+        episode = Episode(spec.name, pid, pidfd, message["id"], ours, spec.network is not Network.HOST)
         self.episodes[spec.name] = episode
         self.reactor.watch(ours.fileno(), lambda: self._init_answered(episode))
         # If it dies before it has answered, its channel says so.
         with contextlib.suppress(OSError):
-            userns.write_maps("/proc", pid, self.ground.rung.map_line)
-            ours.send(b"mapped")
+            if self.ground.rung.user_namespaces:
+                userns.write_maps("/proc", pid, self.ground.rung.map_line)
+            ours.send(encode({}))
+
+    def _new_namespaces(self, spec: SandboxSpec) -> int:
+        flags = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
+        if self.ground.rung.user_namespaces:
+            flags |= sc.CLONE_NEWUSER
+        if spec.network is not Network.HOST:
+            flags |= sc.CLONE_NEWNET
+        return flags
 
     def _init_answered(self, episode: Episode) -> None:
         assert episode.channel is not None
         try:
             answer, fds = receive_descriptors(episode.channel, 4096)
             self._forget_channel(episode)
-            if answer != b"ok":
+            if not answer.startswith(b"ok "):
                 raise OSError(answer.decode(errors="replace") or "PID 1 died")
-            user, episode.proc = fds
-            episode.agents = os.fstat(user).st_ino
-            self._announce(episode, user)
+            handed_out = dict(zip(answer.decode().split()[1:], fds, strict=True))
+            episode.proc = handed_out.pop("proc")
+            listener = [handed_out.pop("listener")] if "listener" in handed_out else []
+            self._announce(episode, handed_out)
         except OSError as error:
             # PID 1 is gone or going; its end is not the death of an episode that anybody has.
             self._forget_channel(episode)
@@ -146,17 +160,25 @@ class Spawner:
             self._discard(episode)
             self._answer(episode.created_by, error=f"cannot set up the sandbox: {error}")
             return
-        self._answer(episode.created_by)
+        self._answer(episode.created_by, fds=listener)
+        close_all(listener)
 
-    def _announce(self, episode: Episode, user: int) -> None:
+    def _announce(self, episode: Episode, handed_out: dict[str, int]) -> None:
         """Hand the launcher the descriptors of a new episode's namespaces."""
-        opened = [user]
+        opened = dict(handed_out)
         try:
-            for name in ("pid", "mnt", "ipc", "uts"):
-                opened.append(self._open_namespace(episode, name))
-            self.launcher.send({"op": "add", "name": episode.name}, [*opened, episode.proc])
+            for kind in self._kinds(episode):
+                opened[kind] = self._open_namespace(episode, kind)
+            episode.agents = os.fstat(opened["user" if self.ground.rung.user_namespaces else "mnt"]).st_ino
+            descriptors = {**opened, "proc": episode.proc}
+            message = {"op": "add", "name": episode.name, "descriptors": list(descriptors)}
+            self.launcher.send(message, list(descriptors.values()))
         finally:
-            close_all(opened)
+            close_all(list(opened.values()))
+
+    def _kinds(self, episode: Episode) -> list[str]:
+        """The namespaces of the episode that whoever enters it joins, besides the user namespace."""
+        return ["pid", "mnt", "ipc", "uts", *(["net"] if episode.own_network else [])]
 
     def _forget_channel(self, episode: Episode) -> None:
         if episode.channel is not None:
@@ -172,7 +194,8 @@ class Spawner:
         request, episode = message["id"], self._episode(message["name"])
         command = CommandSpec.from_dict(message["command"])
         tests, logs = worktree.verifier_mounts(self.ground, episode.name, message["layer"])
-        opened = {name: self._open_namespace(episode, name) for name in ("pid", "mnt", "ipc", "uts", "user")}
+        kinds = [*self._kinds(episode), *(["user"] if self.ground.rung.user_namespaces else [])]
+        opened = {kind: self._open_namespace(episode, kind) for kind in kinds}
         try:
             pid = processes.fork_aside_into(opened["pid"])
             if pid == 0:
@@ -198,8 +221,13 @@ class Spawner:
             sc.move_mount(logs, "/logs/verifier")
             sc.setns(opened["ipc"], sc.CLONE_NEWIPC)
             sc.setns(opened["uts"], sc.CLONE_NEWUTS)
-            sc.setns(opened["user"], sc.CLONE_NEWUSER)
+            if "net" in opened:
+                sc.setns(opened["net"], sc.CLONE_NEWNET)
+            if "user" in opened:
+                sc.setns(opened["user"], sc.CLONE_NEWUSER)
             userns.become_root(supplementary_groups=self.ground.rung.has_id_range)
+            if "user" not in opened:
+                capabilities.confine_verifier()
 
         return enter
 
@@ -215,8 +243,13 @@ class Spawner:
     def _kill_verifier(self, episode: Episode) -> None:
         """Kill all that verifiers left in the episode: whatever is neither the agent's nor PID 1."""
         with contextlib.suppress(OSError):
-            own = os.stat(f"/proc/{episode.pid}/ns/user").st_ino
-            processes.kill_where(episode.proc, processes.in_user_namespace(episode.proc, own, but_not=episode.agents))
+            if self.ground.rung.user_namespaces:
+                own = os.stat(f"/proc/{episode.pid}/ns/user").st_ino
+                wanted = processes.in_user_namespace(episode.proc, own, but_not=episode.agents)
+            else:
+                # Only verifiers may make mount namespaces, and each has one of its own.
+                wanted = processes.in_other_mount_namespace(episode.proc, episode.agents)
+            processes.kill_where(episode.proc, wanted)
 
     # ------------------------------------------------------------ ends
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -279,7 +312,7 @@ class Spawner:
     def _discard(self, episode: Episode) -> None:
         self.episodes.pop(episode.name, None)
         close_all([fd for fd in (episode.pidfd, episode.proc) if fd >= 0])
-        worktree.discard(episode.name)
+        worktree.discard(self.ground, episode.name)
 
     def _end_everything(self) -> None:
         # Whoever would hear is gone or going.
@@ -320,16 +353,32 @@ def _harden() -> None:
         signal.signal(number, lambda number, frame: None)
 
 
+def _start_again_in_own_user_namespace(server: int) -> NoReturn:
+    """By exec, because the /proc files of an undumpable process belong to the namespace that it was executed in."""
+    try:
+        probe.enter_own_user_namespace()
+        os.execve(sys.executable, [*sys.orig_argv, _ENTERED], {})
+    except OSError as error:
+        _refuse(Channel(socket.socket(fileno=server)), error)
+
+
+def _refuse(server: Channel, error: OSError) -> NoReturn:
+    with contextlib.suppress(ChannelClosed):
+        server.send({"error": error.strerror or str(error)})
+    sys.exit(1)
+
+
 def main(arguments: list[str]) -> None:
     """`arguments`: the config as JSON, and the numbers of the sockets to the server for spawner and launcher."""
+    config = SpawnerConfig.from_dict(json.loads(arguments[0]))
+    if RUNGS[config.rung].by_folder and arguments[-1] != _ENTERED:
+        _start_again_in_own_user_namespace(int(arguments[1]))
     server, launcher_server = _own_socket(arguments[1]), _own_socket(arguments[2])
     _harden()
     try:
-        ground = probe.choose_ground(SpawnerConfig.from_dict(json.loads(arguments[0])))
+        ground = probe.choose_ground(config)
     except OSError as error:
-        with contextlib.suppress(ChannelClosed):
-            server.send({"error": str(error)})
-        sys.exit(1)
+        _refuse(server, error)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:

@@ -49,20 +49,26 @@ class _Data:
 
 @dataclass(frozen=True)
 class Rung(_Data):
-    """One level of the isolation ladder: how the overlay, the ids and the base are made.
+    """One level of the isolation ladder: how the overlay, the ids and the base are made, and what that cannot give.
 
     `id_map` is (first id inside, first id outside, count), as one line of /proc/PID/uid_map. `overlay_options` are
     mount options of overlayfs without the layers. `idmapped` shifts the owners of the node's root by `id_map`.
+    `user_namespaces`: an episode has two, the agent's below its own. `by_folder`: one overlay for each system folder,
+    because the root as a whole cannot be a lower layer; the spawner is then in a user namespace that it made itself.
+    `foreign`: the node's files belong to somebody who does not exist inside.
     """
 
     name: str
     title: str
     id_map: tuple[int, int, int]
-    idmapped: bool
     overlay_options: tuple[str, ...]
     xattr_prefix: str
-    protect_proc_sys: bool
     lacks: tuple[str, ...] = ()
+    idmapped: bool = False
+    protect_proc_sys: bool = False
+    user_namespaces: bool = True
+    by_folder: bool = False
+    foreign: bool = False
 
     @property
     def has_id_range(self) -> bool:
@@ -90,24 +96,48 @@ class Rung(_Data):
 
 
 _ROOT_OVERLAY = ("redirect_dir=on", "metacopy=on", "volatile")
+_USER_OVERLAY = ("userxattr", "volatile")
+_SAME_IDS, _ONE_ID = (0, 0, ID_COUNT), (0, 0, 1)
+_UNCAPPED = "processes are not capped by RLIMIT_NPROC, which does not count those of the host's root"
+_NO_OTHER_IDS = "one user id only: chown, su, sudo -u, useradd and sshd work as far as the container fakes them"
+_NO_RENAME = "renaming a folder of the node's root is EXDEV (mv copies instead)"
+_OOM_SCORE = "a process may take itself out of the reach of the host's OOM killer (oom_score_adj)"
+_UNPRIVILEGED = (_NO_OTHER_IDS, _NO_RENAME, _OOM_SCORE)
 RUNGS = {
     rung.name: rung
     for rung in (
         Rung(
-            "1", "root over a real filesystem, idmapped", (0, FIRST_SUBORDINATE_ID, ID_COUNT), True, _ROOT_OVERLAY,
-            "trusted", False,
+            "1", "root over a real filesystem, idmapped", (0, FIRST_SUBORDINATE_ID, ID_COUNT), _ROOT_OVERLAY,
+            "trusted", idmapped=True,
         ),
         Rung(
-            "2", "root over an overlay root, ids unshifted", (0, 0, ID_COUNT), False, _ROOT_OVERLAY, "trusted", True,
-            ("processes cannot be capped by RLIMIT_NPROC: root inside is root outside",),
+            "2", "root over an overlay root, ids unshifted", _SAME_IDS, _ROOT_OVERLAY, "trusted", (_UNCAPPED,),
+            protect_proc_sys=True,
         ),
         Rung(
-            "E", "root of a user namespace with a single id (enroot)", (0, 0, 1), False, ("userxattr", "volatile"),
-            "user", False,
+            "3", "root without user namespaces", _SAME_IDS, _ROOT_OVERLAY, "trusted",
             (
-                "one user id only: chown, su, useradd and sshd do what the container fakes of them",
-                "renaming a folder of the node's root is EXDEV (mv copies instead)",
+                _UNCAPPED,
+                "root inside is root outside, held by fewer capabilities (docker's without mknod), landlock and "
+                "read-only mounts instead of a user namespace",
             ),
+            protect_proc_sys=True, user_namespaces=False,
+        ),
+        Rung(
+            "E", "root of a user namespace with a single id (enroot)", _ONE_ID, _USER_OVERLAY, "user", _UNPRIVILEGED,
+        ),
+        Rung(
+            "4", "a user namespace of our own, over files of our own user", _ONE_ID, _USER_OVERLAY, "user",
+            _UNPRIVILEGED, by_folder=True,
+        ),
+        Rung(
+            "5", "a user namespace of our own, over files of somebody else", _ONE_ID, _USER_OVERLAY, "user",
+            (
+                *_UNPRIVILEGED,
+                "the node's files belong to nobody inside: they can be replaced, but not changed in place or chmoded "
+                "(/etc is a copy, of what this user may read)",
+            ),
+            by_folder=True, foreign=True,
         ),
     )
 }  # fmt: skip
@@ -130,13 +160,18 @@ class SandboxSpec(_Data):
     """One sandbox: a worktree over `layers` over the node's root, and what it may use.
 
     `name` is unique in the server's scratch folder. `layers` are names of folders made with `Spawner.layers`, the
-    topmost first. `processes_max` caps the processes of all the episode's users together, where the rung can.
+    topmost first.
     """
 
     name: str
     layers: tuple[str, ...] = ()
     network: Network = Network.HOST
-    processes_max: int | None = None
+    limits: Limits = Limits()
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        typed = {**data, "limits": Limits.from_dict(data.get("limits", {}))}
+        return super().from_dict({**typed, "network": Network(data.get("network", Network.HOST))})
 
 
 @dataclass(frozen=True)
@@ -156,9 +191,9 @@ class CommandSpec(_Data):
 
 @dataclass(frozen=True)
 class SpawnerConfig(_Data):
-    """What the spawner is started with: candidate rungs and scratch folders, best first, and host paths to hide."""
+    """What the spawner is started with: a rung, candidates for the scratch folder, best first, host paths to hide."""
 
-    rungs: tuple[str, ...]
+    rung: str
     scratch: tuple[str, ...]
     hide: tuple[str, ...]
 

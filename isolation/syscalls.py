@@ -18,6 +18,7 @@ CLONE_NEWUTS = 0x0400_0000
 CLONE_NEWIPC = 0x0800_0000
 CLONE_NEWUSER = 0x1000_0000
 CLONE_NEWPID = 0x2000_0000
+CLONE_NEWNET = 0x4000_0000
 CLONE_PIDFD = 0x0000_1000
 CLONE_PARENT = 0x0000_8000
 
@@ -33,8 +34,10 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 0x1,
 MOUNT_ATTR_IDMAP = 0x0010_0000
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 
+TMPFS_MAGIC = 0x0102_1994  # linux/magic.h
+
 # linux/prctl.h
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 
 # linux/landlock.h; scopes exist since ABI 6 (Linux 6.12)
 LANDLOCK_CREATE_RULESET_VERSION = 1
@@ -44,8 +47,10 @@ _KEYCTL_JOIN_SESSION_KEYRING = 1  # linux/keyctl.h
 
 _SYS = {
     "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
-    "clone3": 435, "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_restrict_self": 446,
+    "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_restrict_self": 446,
 }  # fmt: skip
+
+_CLONE = {"x86_64": 56, "aarch64": 220}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -54,6 +59,8 @@ _libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
 _libc.unshare.argtypes = (ctypes.c_int,)
 _libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
 _libc.pivot_root.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+_libc.capset.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+_libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
 _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 _USERNS_ADVICE = (
@@ -66,13 +73,26 @@ _ADMIN_ADVICE = (
     "root with CAP_SYS_ADMIN (docker: --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt "
     "apparmor=unconfined --security-opt systempaths=unconfined) or inside an unprivileged user namespace (enroot)"
 )
+_APPARMOR_ADVICE = (
+    "an AppArmor profile allows the user namespace but nothing in it: set kernel.apparmor_restrict_unprivileged_userns"
+    "=0, or run unconfined (docker: --security-opt apparmor=unconfined)"
+)
+_PROC_ADVICE = (
+    "parts of /proc are masked or read-only in this container, and the kernel then gives no fresh one: unmask it "
+    "(docker, podman: --security-opt systempaths=unconfined)"
+)
+#: (call, or what it was called for; error) -> what frees it.
 _ADVICE = {
-    ("clone3", errno.EPERM): _USERNS_ADVICE,
-    ("clone3", errno.ENOSPC): _USERNS_ADVICE,
-    ("clone3", errno.ENOSYS): "a seccomp profile hides clone3 (docker's does without CAP_SYS_ADMIN): " + _ADMIN_ADVICE,
+    ("new user namespace", errno.EPERM): _USERNS_ADVICE,
+    ("new user namespace", errno.ENOSPC): _USERNS_ADVICE,
+    ("new user namespace", errno.EUSERS): _USERNS_ADVICE,
+    ("id map", errno.EPERM): _APPARMOR_ADVICE,
+    ("id map", errno.EACCES): _APPARMOR_ADVICE,
+    ("clone", errno.EPERM): _ADMIN_ADVICE,
     ("unshare", errno.EPERM): _ADMIN_ADVICE,
-    ("unshare", errno.ENOSPC): _USERNS_ADVICE,
     ("mount", errno.EPERM): _ADMIN_ADVICE,
+    ("mount", errno.EACCES): _APPARMOR_ADVICE,
+    ("mount proc", errno.EPERM): _PROC_ADVICE,
     ("fsopen", errno.EPERM): _ADMIN_ADVICE,
     ("fsmount", errno.EPERM): _ADMIN_ADVICE,
     ("open_tree", errno.EPERM): _ADMIN_ADVICE,
@@ -80,13 +100,18 @@ _ADVICE = {
 }
 
 
-def _check(result: int, call: str, detail: object = "") -> int:
+def advice(what: str, number: int) -> str:
+    """What frees a refused call, in brackets; empty when there is nothing to say."""
+    found = _ADVICE.get((what, number))
+    return f" ({found})" if found else ""
+
+
+def _check(result: int, call: str, detail: object = "", what: str = "") -> int:
+    """`what` the call was for, where that matters to who reads of its failure."""
     if result >= 0:
         return result
     number = ctypes.get_errno()
-    advice = _ADVICE.get((call, number))
-    message = f"{call}({detail}): {os.strerror(number)}" + (f" ({advice})" if advice else "")
-    raise OSError(number, message)
+    raise OSError(number, f"{call}({detail}): {os.strerror(number)}{advice(what or call, number)}")
 
 
 def _syscall(call: str, *args: object, detail: object = "") -> int:
@@ -98,23 +123,26 @@ def _long(value: int) -> ctypes.c_long:
     return ctypes.c_long(value)
 
 
-def clone3(flags: int) -> tuple[int, int]:
+def clone(flags: int) -> tuple[int, int]:
     """Fork into new namespaces: (pid, pidfd) in the parent, (0, -1) in the child.
 
-    clone3 and not fork + unshare, because the child must be PID 1 of its namespace and the caller must stay outside
-    its user namespace.
+    Not fork + unshare, because the child must be PID 1 of its namespace and the caller must stay outside its user
+    namespace; and not clone3, which containers' seccomp profiles hide because they cannot look into its arguments.
     """
     pidfd = ctypes.c_int(-1)
-    # A sibling (CLONE_PARENT) takes over its sister's signal and may not name one.
-    exit_signal = 0 if flags & CLONE_PARENT else signal.SIGCHLD
-    # struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls
-    args = struct.pack("8Q", flags | CLONE_PIDFD, ctypes.addressof(pidfd), 0, 0, exit_signal, 0, 0, 0)
-    pid = _syscall("clone3", args, _long(len(args)), detail=f"flags=0x{flags:x}")
+    # The third argument of both machines' clone, where CLONE_PIDFD puts the descriptor; the rest is zero (clone(2)).
+    arguments = (_long(flags | CLONE_PIDFD | signal.SIGCHLD), None, ctypes.byref(pidfd), None, None)
+    result = _libc.syscall(_long(_CLONE[os.uname().machine]), *arguments)
+    pid = _check(result, "clone", f"0x{flags:x}", _what(flags, "clone"))
     return pid, pidfd.value if pid else -1
 
 
 def unshare(flags: int) -> None:
-    _check(_libc.unshare(flags), "unshare", f"0x{flags:x}")
+    _check(_libc.unshare(flags), "unshare", f"0x{flags:x}", _what(flags, "unshare"))
+
+
+def _what(flags: int, call: str) -> str:
+    return "new user namespace" if flags & CLONE_NEWUSER else call
 
 
 def setns(fd: int, kind: int) -> None:
@@ -123,7 +151,8 @@ def setns(fd: int, kind: int) -> None:
 
 def mount(source: str, target: str, fstype: str = "", flags: int = 0, options: str = "") -> None:
     result = _libc.mount(source.encode(), target.encode(), fstype.encode() or None, flags, options.encode() or None)
-    _check(result, "mount", f"{source}, {target}, {fstype or 'bind'}, 0x{flags:x}, {options!r}")
+    detail = f"{source}, {target}, {fstype or 'bind'}, 0x{flags:x}, {options!r}"
+    _check(result, "mount", detail, "mount proc" if fstype == "proc" else "")
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
@@ -136,6 +165,17 @@ def pivot_root(new_root: str, put_old: str) -> None:
 
 def prctl(option: int, value: int = 0, argument: int = 0) -> None:
     _check(_libc.prctl(option, value, argument, 0, 0), "prctl", f"{option}, {value}")
+
+
+def capset(header: bytes, data: bytes) -> None:
+    _check(_libc.capset(header, data), "capset")
+
+
+def filesystem_type(path: str) -> int:
+    """The magic number of the file system that `path` is on (statfs(2), linux/magic.h)."""
+    buffer = ctypes.create_string_buffer(512)
+    _check(_libc.statfs(path.encode(), buffer), "statfs", path)
+    return int(struct.unpack_from("l", buffer)[0]) & 0xFFFF_FFFF
 
 
 def open_tree(path: str, flags: int = OPEN_TREE_CLONE) -> int:

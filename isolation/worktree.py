@@ -4,10 +4,12 @@ The ground is what all worktrees of one server share. It lives in a folder of th
 working directory, because paths given to overlayfs may have 255 characters at most (fsconfig(2)):
 
     lock          held with flock while the server lives; a folder whose lock is free is a dead server's
-    base/         the node's root, cloned without what is mounted on it (and idmapped on rung 1)
+    base/         the node's root, cloned without what is mounted on it (and idmapped on rung 1); where an episode's
+                  root is made folder by folder, only the system folders, each a clone
     sysfs/        the host's /sys, read-only
     shared/       a tmpfs: mask/ and layers/NAME/
-    episodes/NAME/  upper/ and work/ of the overlay, verifier/ for /logs/verifier
+    episodes/NAME/  upper/ and work/ of the overlay (upper.usr/ and work.usr/ for a folder of its own), verifier/ for
+                  /logs/verifier; a tmpfs of its own where the scratch is one, which bounds it
     trash/        discarded worktrees, to be deleted by the server
 
 Why a tmpfs: a lower layer inside another lower layer's filesystem tree is ELOOP, and / holds the scratch.
@@ -17,31 +19,30 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
-import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tbench2_env.isolation import mask, userns
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation import userns
-from tbench2_env.isolation.spec import HOSTNAME, PRIVATE_FOLDERS, SYSTEM_FOLDERS, Rung
+from tbench2_env.isolation.spec import Limits, Rung, SandboxSpec
 
 _READ_ONLY = sc.MOUNT_ATTR_RDONLY | sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV
-_HOSTS = f"127.0.0.1\tlocalhost {HOSTNAME}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 PREFIX = "tbench2-"
 _MOUNT_POINTS = ("base", "sysfs", "shared")
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What all worktrees of a server stand on. Its folder is the spawner's working directory."""
+    """What all worktrees of a server stand on. Its folder is the spawner's working directory.
+
+    `own_folders` are top-level folders that have an overlay each; none where one overlay holds the whole root.
+    """
 
     folder: str
     rung: Rung
-
-    def shift(self, uid: int) -> int:
-        return uid + self.rung.owner_shift
+    own_folders: tuple[str, ...]
+    in_memory: bool
 
 
 def claim_folder(scratch: str) -> str:
@@ -84,7 +85,7 @@ def demolish(folder: str) -> None:
 def remove(folder: str) -> None:
     """Remove a ground's folder in which nothing is mounted, as seen from here; mount points are only ever rmdir'ed."""
     for name in ("episodes", "trash"):
-        shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
+        delete(f"{folder}/{name}")
     # The lock goes last: what cannot be removed now is found by a later sweep.
     with contextlib.suppress(OSError):
         for name in _MOUNT_POINTS:
@@ -95,23 +96,45 @@ def remove(folder: str) -> None:
         os.rmdir(folder)
 
 
+def delete(path: str) -> None:
+    """Delete a tree that an agent made, however deep and whatever its modes; what cannot be deleted is left.
+
+    Folders are moved up beside `path` one by one: so nothing recurses, and no path becomes too long.
+    """
+    folders = [path]
+    moved = 0
+    while folders:
+        folder = folders.pop()
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)  # root of a user namespace can do without, but the server may not be that
+            with os.scandir(folder) as entries:
+                for entry in list(entries):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    moved += 1
+                    folders.append(f"{path}.{moved}")
+                    os.chmod(entry.path, 0o700)
+                    os.rename(entry.path, folders[-1])
+            os.rmdir(folder)
+
+
 def prepare(folder: str, rung: Rung, hide: tuple[str, ...]) -> Ground:
     """Make `folder` the working directory and build base, mask and shared layers in it.
 
     Raises: OSError naming the call that this host refuses.
     """
     os.chdir(folder)
-    ground = Ground(folder, rung)
     for name in (*_MOUNT_POINTS, "episodes", "trash"):
         Path(name).mkdir(exist_ok=True)
-    _attach_base(rung)
+    own_folders = _attach_folders() if rung.by_folder else _attach_root(rung)
     _attach_sysfs()
-    _attach_tmpfs(ground)
-    build_mask(ground, hide)
-    return ground
+    _attach_tmpfs(rung)
+    mask.build(rung, hide, own_folders)
+    return Ground(folder, rung, own_folders, in_memory=sc.filesystem_type(".") == sc.TMPFS_MAGIC)
 
 
-def _attach_base(rung: Rung) -> None:
+def _attach_root(rung: Rung) -> tuple[str, ...]:
     base = sc.open_tree("/")
     if rung.idmapped:
         ids = userns.open_mapped(rung.map_line)
@@ -120,6 +143,24 @@ def _attach_base(rung: Rung) -> None:
     # A lower layer is never written to; read-only, no mistake of ours can write to the host's root through it.
     sc.mount_setattr(base, sc.MOUNT_ATTR_RDONLY)
     _attach(base, "base")
+    return ()
+
+
+def _attach_folders() -> tuple[str, ...]:
+    """One clone for each system folder: the root itself has mounts on it that this user namespace may not take off.
+
+    /etc is a copy in the mask, so only /etc may have mounts on it (containers bind files there).
+    """
+    # Of a file system of its own, so that what is attached in it is gone with it.
+    _attach(sc.mount_detached("tmpfs", [("mode", "755")]), "base")
+    own_folders = tuple(name for name in mask.system_folders() if not os.path.islink(f"/{name}"))
+    for name in own_folders:
+        os.mkdir(f"base/{name}")
+        if name != "etc":
+            clone = sc.open_tree(f"/{name}")
+            sc.mount_setattr(clone, sc.MOUNT_ATTR_RDONLY)
+            _attach(clone, f"base/{name}")
+    return own_folders
 
 
 def _attach_sysfs() -> None:
@@ -138,11 +179,11 @@ def open_sysfs(path: str) -> int:
         return sc.open_tree(path, sc.OPEN_TREE_CLONE | sc.AT_RECURSIVE)
 
 
-def _attach_tmpfs(ground: Ground) -> None:
+def _attach_tmpfs(rung: Rung) -> None:
     _attach(sc.mount_detached("tmpfs", [("mode", "755")]), "shared")
     for name in ("shared/mask", "shared/layers"):
         Path(name).mkdir()
-        own(ground, name)
+        mask.own(rung, name)
 
 
 def _attach(mount_fd: int, name: str) -> None:
@@ -150,133 +191,73 @@ def _attach(mount_fd: int, name: str) -> None:
     os.close(mount_fd)
 
 
-def own(ground: Ground, path: str, uid: int = 0, gid: int = 0) -> None:
-    """Give `path` to an id as the episode sees it."""
-    if ground.rung.has_id_range:
-        os.chown(path, ground.shift(uid), ground.shift(gid), follow_symlinks=False)
-
-
-# ---------------------------------------------------------------- the mask
-def build_mask(ground: Ground, hide: tuple[str, ...]) -> None:
-    """Fill the mask: whiteouts over what the episode must not see, opaque folders it has to itself, a few files."""
-    hide_new_names()
-    for path, mode in PRIVATE_FOLDERS.items():
-        _mask_folder(ground, path, mode)
-    for host_path in sorted({os.path.realpath(path) for path in hide}):
-        _hide(ground, host_path)
-    _mask_file(ground, "etc/hosts", _HOSTS)
-    _mask_file(ground, "etc/hostname", HOSTNAME + "\n")
-    _mask_file(ground, "etc/resolv.conf", _read_or_empty("/etc/resolv.conf"))
-    for name in (".bashrc", ".profile"):
-        _mask_file(ground, f"root/{name}", _read_or_empty(f"/etc/skel/{name}"))
-
-
-def hide_new_names() -> None:
-    """White out top-level names that are neither system folders nor private ones; again at each create, cheaply."""
-    top = {path.split("/")[0] for path in PRIVATE_FOLDERS}
-    for name in os.listdir("base"):
-        if name not in SYSTEM_FOLDERS and name not in top:
-            _whiteout(name)
-
-
-def is_hidden_already(path: str) -> bool:
-    """Whether an absolute host path lies in a folder that no episode sees anyway."""
-    relative = path.lstrip("/")
-    inside = any(relative == folder or relative.startswith(folder + "/") for folder in PRIVATE_FOLDERS)
-    return inside or relative.split("/")[0] not in SYSTEM_FOLDERS
-
-
-def _hide(ground: Ground, path: str) -> None:
-    if is_hidden_already(path) or _is_below_whiteout(path):
-        return
-    _mask_parents(ground, path.lstrip("/"))
-    _whiteout(path.lstrip("/"))
-
-
-def _is_below_whiteout(path: str) -> bool:
-    masked = (f"shared/mask/{parent}" for parent in Path(path.lstrip("/")).parents[:-1])
-    return any(os.path.lexists(each) and stat.S_ISCHR(os.lstat(each).st_mode) for each in masked)
-
-
-def _whiteout(relative: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.mknod(f"shared/mask/{relative}", stat.S_IFCHR, os.makedev(0, 0))
-
-
-def _mask_folder(ground: Ground, relative: str, mode: int) -> None:
-    _mask_parents(ground, relative)
-    path = f"shared/mask/{relative}"
-    os.mkdir(path)
-    os.chmod(path, mode)
-    own(ground, path)
-    os.setxattr(path, f"{ground.rung.xattr_prefix}.overlay.opaque", b"y")
-
-
-def _mask_parents(ground: Ground, relative: str) -> None:
-    """Folders above a masked path look as they do below it: a merged folder's attributes are the topmost's."""
-    for parent in reversed(Path(relative).parents[:-1]):
-        path = f"shared/mask/{parent}"
-        if not os.path.lexists(path):
-            info = os.stat(f"/{parent}") if os.path.isdir(f"/{parent}") else None
-            os.mkdir(path)
-            os.chmod(path, stat.S_IMODE(info.st_mode) if info else 0o755)
-            own(ground, path, info.st_uid if info else 0, info.st_gid if info else 0)
-
-
-def _mask_file(ground: Ground, relative: str, text: str) -> None:
-    _mask_parents(ground, relative)
-    path = Path("shared/mask", relative)
-    path.write_text(text)
-    path.chmod(0o644)
-    own(ground, str(path))
-
-
-def _read_or_empty(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 # ---------------------------------------------------------------- one worktree
-def create(ground: Ground, name: str, layers: tuple[str, ...]) -> int:
-    """Mount a new worktree, detached, over `layers` (topmost first); returns its descriptor.
+def create(ground: Ground, spec: SandboxSpec) -> list[tuple[int, str]]:
+    """Mount a new worktree, detached; returns descriptors and where each belongs in the episode, the root first.
 
     Raises: OSError; nothing is left then.
     """
-    hide_new_names()
-    os.mkdir(f"episodes/{name}", 0o755)
+    if not ground.own_folders:
+        mask.hide_new_names()
+    folder = f"episodes/{spec.name}"
+    os.mkdir(folder, 0o755)
+    mounts: list[tuple[int, str]] = []
     try:
-        for part in ("", "/upper", "/work", "/verifier"):
-            os.makedirs(f"episodes/{name}{part}", 0o755, exist_ok=True)
-            own(ground, f"episodes/{name}{part}")
-        return sc.mount_detached("overlay", _overlay_options(ground, name, layers))
+        if ground.in_memory:
+            _attach(sc.mount_detached("tmpfs", _bounds(spec.limits)), folder)
+        _make(ground.rung, folder)
+        _make(ground.rung, f"{folder}/verifier")
+        for name in ("", *ground.own_folders):
+            mounts.append((_overlay(ground, spec, name), f"/{name}" if name else ""))
     except OSError:
-        discard(name)
+        for fd, _ in mounts:
+            os.close(fd)
+        discard(ground, spec.name)
         raise
+    return mounts
 
 
-def _overlay_options(ground: Ground, name: str, layers: tuple[str, ...]) -> list[tuple[str, str | None]]:
-    lower = ":".join([*(f"shared/layers/{layer}/root" for layer in layers), "shared/mask", "base"])
+def _bounds(limits: Limits) -> list[tuple[str, str | None]]:
+    """A worktree in memory ends with ENOSPC; without bounds it would take half of the memory, as every tmpfs."""
+    bounds = {"size": limits.storage_bytes, "nr_inodes": limits.files_max}
+    return [("mode", "755"), *((key, str(value)) for key, value in bounds.items() if value is not None)]
+
+
+def _make(rung: Rung, path: str) -> None:
+    os.makedirs(path, 0o755, exist_ok=True)
+    mask.own(rung, path)
+
+
+def _overlay(ground: Ground, spec: SandboxSpec, name: str) -> int:
+    """The overlay of the root, or of the top-level folder `name`."""
+    suffix, below = (f".{name}", f"/{name}") if name else ("", "")
+    upper, work = (f"episodes/{spec.name}/{kind}{suffix}" for kind in ("upper", "work"))
+    _make(ground.rung, upper)
+    _make(ground.rung, work)
+    lowers = [f"shared/layers/{layer}/root{below}" for layer in spec.layers]
+    lowers = [path for path in lowers if not name or os.path.isdir(path)]
+    lowers.append(f"shared/mask{below}")
+    # Folder by folder, the root holds what the mask and the task put there, and nothing of the node's.
+    if name or not ground.own_folders:
+        lowers.append(f"base{below}")
     options: list[tuple[str, str | None]] = [
-        ("source", "episode"),
-        ("lowerdir", lower),
-        ("upperdir", f"episodes/{name}/upper"),
-        ("workdir", f"episodes/{name}/work"),
-    ]
+        ("source", "episode"), ("lowerdir", ":".join(lowers)), ("upperdir", upper), ("workdir", work),
+    ]  # fmt: skip
     for option in ground.rung.overlay_options:
         key, _, value = option.partition("=")
         options.append((key, value or None))
-    return options
+    return sc.mount_detached("overlay", options, sc.MOUNT_ATTR_NODEV)
 
 
 def verifier_mounts(ground: Ground, name: str, layer: str) -> tuple[int, int]:
     """Detached mounts of a task's pristine tests, read-only, and of an empty folder for /logs/verifier."""
     folder = f"episodes/{name}/verifier"
     if os.listdir(folder):
-        os.rename(folder, f"trash/{name}.{os.urandom(4).hex()}")
-        os.mkdir(folder, 0o755)
-        own(ground, folder)
+        if ground.in_memory:
+            delete(folder)
+        else:
+            os.rename(folder, f"trash/{name}.{os.urandom(4).hex()}")
+        _make(ground.rung, folder)
     tests = sc.open_tree(f"shared/layers/{layer}/tests")
     sc.mount_setattr(tests, _READ_ONLY)
     logs = sc.open_tree(folder)
@@ -284,7 +265,10 @@ def verifier_mounts(ground: Ground, name: str, layer: str) -> tuple[int, int]:
     return tests, logs
 
 
-def discard(name: str) -> None:
+def discard(ground: Ground, name: str) -> None:
     """Rename a worktree away, which takes no time whatever its size; the server deletes the trash."""
     with contextlib.suppress(FileNotFoundError):
+        if ground.in_memory:
+            with contextlib.suppress(OSError):  # it may not have been mounted yet
+                sc.umount(f"episodes/{name}")
         os.rename(f"episodes/{name}", f"trash/{name}")

@@ -1,24 +1,22 @@
 """The isolation engine of a server: the spawner and the snapshots made on it, replaced when the spawner dies."""
 
 import asyncio
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, CommandSpec, SandboxSpec
+from tbench2_env.isolation import probe, trial
+from tbench2_env.isolation.sandbox import Spawner
+from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS
 from tbench2_env.server.settings import Settings
-from tbench2_env.server.shell import BASH, Runner, environment
 from tbench2_env.server.snapshots import Ground, Snapshots
 
 log = structlog.get_logger()
 
 #: Processes of one episode, all its users together: enough for a wide build, too few for a fork bomb to hurt.
 PROCESSES_MAX = 4096
-_TRIAL_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,12 @@ class Engines:
 
 
 async def _start(settings: Settings) -> Engine:
-    """Start a spawner and prove with a trial episode that this host isolates."""
+    """Start a spawner on the best rung of the ladder that a trial episode proves. Raises: IsolationUnavailable."""
     hide = hidden_paths(settings)
-    spawner = await Spawner.start(scratch=settings.scratch_candidates, hide=hide)
-    try:
-        await _trial(spawner)
-    except BaseException:
-        await spawner.stop()
-        raise
+    rungs = probe.candidate_rungs() if settings.isolation == "auto" else [settings.isolation]
+    spawner, refusals = await trial.start_best(rungs, settings.scratch_candidates, hide)
+    for refused, reason in refusals.items():
+        log.info("a better rung is not to be had", rung=refused, reason=reason)
     log.info("isolation works", rung=spawner.rung.name, title=spawner.rung.title, scratch=str(spawner.folder))
     return Engine(spawner, Snapshots(Ground(spawner.layers, spawner.rung, tuple(hide)), settings.task_workdir))
 
@@ -100,24 +96,3 @@ def hidden_paths(settings: Settings) -> list[str]:
     """Host paths that an episode must not see even if they lie in a system folder."""
     paths = [settings.output_dir, settings.cache_dir, settings.tasks_dir]
     return [str(Path(path).resolve()) for path in paths if path is not None]
-
-
-async def _trial(spawner: Spawner) -> None:
-    """One command in one sandbox. Raises: SandboxError."""
-    sandbox = await spawner.create(SandboxSpec("trial-episode"))
-    try:
-        await _write_something(sandbox)
-    finally:
-        with contextlib.suppress(SandboxError):
-            await sandbox.destroy()
-
-
-async def _write_something(sandbox: Sandbox) -> None:
-    runner = Runner(4096)
-    try:
-        command = CommandSpec(BASH, ("bash", "-c", ": >/etc/trial"), "/", environment())
-        result = await runner.run(lambda fds: sandbox.start(command, fds), _TRIAL_TIMEOUT_S)
-    finally:
-        runner.close()
-    if result.exit_code != 0:
-        raise IsolationUnavailable(f"the trial episode could not write to its worktree: {result.output.strip()}")

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError
-from tbench2_env.isolation.spec import CommandSpec, SandboxSpec
+from tbench2_env.isolation.spec import CommandSpec, Limits, SandboxSpec
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
 from tbench2_env.server import actions, shell, verifier
 from tbench2_env.server.actions import BadAction
@@ -100,7 +100,7 @@ class Episode:
         episode = cls(services, task, snapshot, engine, run)
         try:
             # The sandbox has a name of its own: episode ids are the client's choice and may come again.
-            spec = SandboxSpec(uuid.uuid4().hex, (snapshot.name,), processes_max=PROCESSES_MAX)
+            spec = SandboxSpec(uuid.uuid4().hex, (snapshot.name,), limits=Limits(processes_max=PROCESSES_MAX))
             episode._sandbox = await engine.spawner.create(spec)
         except BaseException:
             services.registry.forget(episode_id)

@@ -7,6 +7,8 @@ from typing import Self
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tbench2_env.isolation.spec import RUNGS
+
 DEFAULT_REPO_URL = "https://github.com/laude-institute/terminal-bench-2.git"
 
 
@@ -30,6 +32,7 @@ class Settings(BaseSettings):
     task_workdir: str | None = Field(None, validation_alias="TB2_TASK_WORKDIR")
     withhold_tests: str | None = Field(None, validation_alias="TB2_WITHHOLD_TESTS")
     keep_runs: int = Field(1000, ge=0, validation_alias="TB2_KEEP_RUNS")
+    isolation: str = Field("auto", pattern=f"^(auto|{'|'.join(RUNGS)})$", validation_alias="TB2_ISOLATION")
     scratch_dir: Path | None = Field(None, validation_alias="TB2_SCRATCH_DIR")
     max_concurrent_envs: int = Field(8, ge=1, validation_alias="MAX_CONCURRENT_ENVS")
     enable_web_interface: bool = Field(False, validation_alias="ENABLE_WEB_INTERFACE")

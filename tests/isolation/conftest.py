@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,11 +36,11 @@ def host_folder() -> Iterator[HostFolder]:
 async def start_rig(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], host_folder: HostFolder
 ) -> AsyncIterator[StartRig]:
-    """Start a spawner: `await start_rig(hide=[...], rungs=["2"], scratch=folder)`. Folders of the host outlive it."""
+    """Start a spawner: `await start_rig(hide=[...], rung="2", scratch=folder)`. Folders of the host outlive it."""
     before = own_descriptors()
     async with AsyncExitStack() as stack:
 
-        async def start(scratch: Path = tmp_path / "scratch", **options: list[str]) -> Rig:
+        async def start(scratch: Path = tmp_path / "scratch", **options: Any) -> Rig:
             rig = await Rig.start(scratch, **options)
             stack.push_async_callback(rig.stop)
             return rig

@@ -1,4 +1,4 @@
-"""A server to be killed: `python doomed.py SCRATCH` starts a spawner and sandboxes full of processes, and says so."""
+"""A server to be killed: `doomed.py SCRATCH RUNG` starts a spawner and sandboxes full of processes, and says so."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ PROCESSES_IN_ALL = HELPERS + SANDBOXES * 3 + 1
 _ENV = {"PATH": "/usr/bin:/bin"}
 
 
-async def main(scratch: str) -> None:
-    spawner = await Spawner.start(scratch=[scratch])
+async def main(scratch: str, rung: str) -> None:
+    spawner = await Spawner.start(rung=rung, scratch=[scratch])
     null = os.open("/dev/null", os.O_RDWR)
     fds = (null, null, null)
     running: list[Process] = []
@@ -39,4 +39,4 @@ def _sleep(words: Sequence[str] = ("sleep", "1000")) -> CommandSpec:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

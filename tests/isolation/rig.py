@@ -13,13 +13,21 @@ from typing import Any, Self
 import pytest
 
 from support.server import descendants
+from tbench2_env.isolation import probe
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import CommandSpec, SandboxSpec
+from tbench2_env.isolation.spec import CommandSpec, Limits, Network, SandboxSpec
 
 from .child import stat_fields
 
+
+#: TB2_TEST_RUNG chooses one of the rungs that this host allows; by default the suite runs on the best.
+def best_rung() -> str:
+    return os.environ.get("TB2_TEST_RUNG") or probe.candidate_rungs()[0]
+
+
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PF_EXITING = 0x4  # linux/sched.h
+NO_LIMITS = Limits()
 ENV = {"PATH": PATH, "HOME": "/root"}
 
 
@@ -105,10 +113,10 @@ class Rig:
         self._helper_descriptors: dict[int, int] = {}
 
     @classmethod
-    async def start(cls, scratch: Path, hide: Iterable[str] = (), rungs: Sequence[str] = ()) -> Self:
+    async def start(cls, scratch: Path, hide: Iterable[str] = (), rung: str = "") -> Self:
         self = cls(scratch)
         asyncio.get_running_loop().set_exception_handler(self._complain)
-        self.spawner = await Spawner.start(scratch=[str(scratch)], hide=list(hide), rungs=rungs)
+        self.spawner = await Spawner.start(rung=rung or best_rung(), scratch=[str(scratch)], hide=list(hide))
         await self._settle()
         self._helper_descriptors = {pid: count_descriptors(pid) for pid in (self.pid, self.launcher_pid)}
         return self
@@ -125,9 +133,11 @@ class Rig:
         self._complaints.append(f"{context['message']}: {context.get('exception')!r}")
 
     # ------------------------------------------------------------ sandboxes and what runs in them
-    async def create(self, *layers: str, name: str | None = None, processes_max: int | None = None) -> Sandbox:
+    async def create(
+        self, *layers: str, name: str | None = None, network: Network = Network.PRIVATE, limits: Limits = NO_LIMITS
+    ) -> Sandbox:
         name = name or f"sandbox-{uuid.uuid4().hex[:8]}"
-        sandbox = await self.spawner.create(SandboxSpec(name, layers, processes_max=processes_max))
+        sandbox = await self.spawner.create(SandboxSpec(name, layers, network, limits))
         self.sandboxes.append(sandbox)
         self.pid_namespaces.hold(children(self.pid))
         return sandbox

@@ -12,6 +12,7 @@ import pytest
 
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.spec import Limits, Network
 
 from .conftest import StartRig
 from .rig import ENV, Rig
@@ -156,7 +157,7 @@ async def test_meddling_with_the_limits_of_its_child(scene: Scene) -> None:
 
 
 async def test_a_fork_bomb_does_not_keep_a_verifier_from_forking(rig: Rig) -> None:
-    sandbox = await rig.create(processes_max=40)
+    sandbox = await rig.create(limits=Limits(processes_max=40))
     bomb = python_attack("""
         try:
             while True:
@@ -194,8 +195,8 @@ SERVE = """
 
 @scoped
 async def test_abstract_sockets_of_verifiers_and_of_the_host_are_out_of_reach(rig: Rig) -> None:
-    """They belong to the network, which is the host's."""
-    sandbox = await rig.create()
+    """They belong to the network, which is the host's here; with networks of their own nobody meets."""
+    sandbox = await rig.create(network=Network.HOST)
     name = f"tbench2-test-{secrets.token_hex(4)}"
     agents = rig.start_sh(sandbox, python(SERVE, name + "-agent"))
     verifiers = rig.start_verifier(sandbox, rig.layer(test=python(SERVE, name + "-verifier")))

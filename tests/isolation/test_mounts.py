@@ -11,8 +11,11 @@ import pytest
 from tbench2_env.isolation import mounts
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.mounts import Filesystem, Folder, Link, Node, Pin, ReadOnly, sandbox_plan
+from tbench2_env.isolation.spec import RUNGS, Limits, Network, SandboxSpec
 
 from .child import in_own_process, own_mounts
+
+SPEC = SandboxSpec("x", network=Network.PRIVATE, limits=Limits(memory_bytes=2 << 20))
 
 
 @pytest.mark.parametrize(
@@ -32,9 +35,11 @@ def test_an_operation_describes_itself(operation: mounts.Operation, text: str) -
 
 
 def test_the_plan_in_words() -> None:
-    described = mounts.describe(sandbox_plan(protect_proc_sys=False, own_tty_group=True))
+    described = mounts.describe(sandbox_plan(RUNGS["1"], SPEC))
     assert described == [
         "proc on /proc",
+        "sysctl net.ipv4.ip_unprivileged_port_start = 0",
+        "sysctl net.ipv4.ping_group_range = 0 65535",
         "tmpfs on /dev (mode=755,size=1m,nr_inodes=1k)",
         *(f"device /dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")),
         "/dev/fd -> /proc/self/fd",
@@ -44,7 +49,7 @@ def test_the_plan_in_words() -> None:
         "/dev/ptmx -> pts/ptmx",
         "folder /dev/shm 755",
         "folder /dev/pts 755",
-        "tmpfs on /dev/shm (mode=1777)",
+        "tmpfs on /dev/shm (mode=1777,size=1048576)",
         "devpts on /dev/pts (newinstance,ptmxmode=0666,mode=0620,gid=5)",
         "pin /logs",
         "tmpfs on /tests (mode=755,size=4k,nr_inodes=2)",
@@ -54,7 +59,7 @@ def test_the_plan_in_words() -> None:
 
 def test_the_pins_are_read_only_and_last() -> None:
     """`rmdir /tests` by the agent must be EBUSY; nothing may be mounted over the pins afterwards."""
-    *_, logs, tests, verifier = sandbox_plan(protect_proc_sys=False, own_tty_group=True)
+    *_, logs, tests, verifier = sandbox_plan(RUNGS["1"], SPEC)
     assert logs == Pin("/logs")
     for pin, target in ((tests, "/tests"), (verifier, "/logs/verifier")):
         assert isinstance(pin, Filesystem)
@@ -63,8 +68,9 @@ def test_the_pins_are_read_only_and_last() -> None:
 
 
 def test_proc_sys_is_guarded_where_root_inside_is_root_outside() -> None:
-    plan = sandbox_plan(protect_proc_sys=True, own_tty_group=True)
-    guards = [path for path in ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus") if Path(path).exists()]
+    plan = sandbox_plan(RUNGS["2"], SPEC)
+    names = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
+    guards = [path for path in (f"/proc/{name}" for name in names) if Path(path).exists()]
     assert "/proc/sys" in guards
     assert [step.target for step in plan if isinstance(step, ReadOnly)] == guards
     targets = [getattr(step, "target", "") for step in plan]
@@ -74,7 +80,7 @@ def test_proc_sys_is_guarded_where_root_inside_is_root_outside() -> None:
 def test_a_single_id_has_no_tty_group() -> None:
     [pts] = [
         step
-        for step in sandbox_plan(protect_proc_sys=False, own_tty_group=False)
+        for step in sandbox_plan(RUNGS["E"], SPEC)
         if getattr(step, "target", "") == "/dev/pts" and isinstance(step, Filesystem)
     ]
     assert "gid" not in pts.options

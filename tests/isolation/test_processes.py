@@ -131,7 +131,7 @@ def test_a_tree_whose_root_is_gone_is_no_error() -> None:
 # ---------------------------------------------------------------- in a PID namespace of its own
 def start_namespace() -> tuple[int, int]:
     """A PID namespace with nothing but its first process: (that one's pid, descriptor of the namespace)."""
-    pid, _ = sc.clone3(sc.CLONE_NEWPID)
+    pid, _ = sc.clone(sc.CLONE_NEWPID)
     if pid == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         signal.pause()
@@ -259,7 +259,7 @@ def test_kill_where_spares_the_first_process_and_the_unwanted() -> None:
 
 @in_own_process
 def test_processes_of_a_user_namespace() -> None:
-    inside, _ = sc.clone3(sc.CLONE_NEWUSER)
+    inside, _ = sc.clone(sc.CLONE_NEWUSER)
     if inside == 0:
         signal.pause()
     proc = open_proc()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tbench2_env.isolation.sandbox import SandboxError
-from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS
+from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Limits
 
 from .conftest import HostFolder, StartRig
 from .rig import Rig, command_line, descriptors, first_process, inner_number, processes, until
@@ -244,7 +244,7 @@ async def test_a_name_that_is_taken_is_an_error_and_the_first_lives_on(rig: Rig)
 
 # ---------------------------------------------------------------- limits
 async def test_the_number_of_processes_is_capped_for_all_users_together(rig: Rig) -> None:
-    sandbox, other = await rig.create(processes_max=40), await rig.create(processes_max=40)
+    sandbox, other = [await rig.create(limits=Limits(processes_max=40)) for _ in range(2)]
     bomb = """
 import os, signal, sys
 started = 0

@@ -16,7 +16,18 @@ from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, Sandbox
 
 from .conftest import StartRig
 from .doomed import HELPERS, PROCESSES_IN_ALL, SANDBOXES
-from .rig import PidNamespaces, Rig, children, first_process, is_alive, own_descriptors, processes, stopped, until
+from .rig import (
+    PidNamespaces,
+    Rig,
+    best_rung,
+    children,
+    first_process,
+    is_alive,
+    own_descriptors,
+    processes,
+    stopped,
+    until,
+)
 
 DOOMED = Path(__file__).with_name("doomed.py")
 
@@ -57,15 +68,17 @@ async def test_signals_of_the_servers_terminal_do_not_end_it(rig: Rig, number: i
 async def test_a_host_that_cannot_isolate_is_named_with_what_was_tried(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = own_descriptors()
-    with pytest.raises(IsolationUnavailable, match=rf"rung 1 with scratch {tmp_path}/file: .*rung 2 with scratch"):
-        await Spawner.start(scratch=[str(tmp_path / "file")])
+    with pytest.raises(
+        IsolationUnavailable, match=rf"scratch {tmp_path}/file: .*; scratch /proc/nowhere: No such file"
+    ):
+        await Spawner.start(rung="1", scratch=[str(tmp_path / "file"), "/proc/nowhere"])
     assert own_descriptors() == before
     assert not descendants(os.getpid())
 
 
 async def test_a_spawner_that_dies_at_its_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(IsolationUnavailable, match="died at its start"):
-        await Spawner.start(scratch=[str(tmp_path)], rungs=["no such rung"])
+        await Spawner.start(scratch=[str(tmp_path)], rung="no such rung")
     assert "no such rung" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +86,7 @@ async def test_a_spawner_that_dies_at_its_start(tmp_path: Path, capfd: pytest.Ca
 async def test_giving_up_while_it_starts(tmp_path: Path) -> None:
     before = own_descriptors()
     for delay_s in (0, 0.001, 0.01, 0.03, 0.06):
-        starting = asyncio.ensure_future(Spawner.start(scratch=[str(tmp_path)]))
+        starting = asyncio.ensure_future(Spawner.start(rung=best_rung(), scratch=[str(tmp_path)]))
         await asyncio.sleep(delay_s)
         starting.cancel()
         [spawner] = await asyncio.gather(starting, return_exceptions=True)
@@ -85,9 +98,9 @@ async def test_giving_up_while_it_starts(tmp_path: Path) -> None:
     assert not descendants(os.getpid())
 
 
-@pytest.mark.parametrize("rung", ["2"])
+@pytest.mark.parametrize("rung", ["2", "3", "4"])
 async def test_other_rungs_of_the_ladder(start_rig: StartRig, rung: str) -> None:
-    rig = await start_rig(rungs=[rung])
+    rig = await start_rig(rung=rung)
     sandbox = await rig.create(rig.layer({"app/x": "layer"}))
     assert rig.spawner.rung.name == rung
     assert (await rig.sh(sandbox, "cat /app/x; id -u; hostname; ls -A /tests; echo x >/etc/f; echo $?")).lines == [
@@ -285,7 +298,9 @@ async def test_the_death_of_the_spawner_while_sandboxes_are_made(rig: Rig, delay
 
 @pytest.fixture
 def doomed(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    server = subprocess.Popen([sys.executable, DOOMED, tmp_path / "scratch"], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, DOOMED, tmp_path / "scratch", best_rung()], stdout=subprocess.PIPE, text=True
+    )
     assert server.stdout is not None
     with server, server.stdout:
         try:

@@ -13,6 +13,7 @@ from tbench2_env.isolation.spec import (
     RUNGS,
     SYSTEM_FOLDERS,
     CommandSpec,
+    Limits,
     Network,
     Rung,
     SandboxSpec,
@@ -34,6 +35,7 @@ RUNG_DATA = st.builds(
     overlay_options=TEXTS,
     xattr_prefix=TEXT,
     protect_proc_sys=st.booleans(),
+    by_folder=st.booleans(),
     lacks=TEXTS,
 )
 SANDBOXES = st.builds(
@@ -41,12 +43,12 @@ SANDBOXES = st.builds(
     name=TEXT,
     layers=TEXTS,
     network=st.sampled_from(Network),
-    processes_max=st.one_of(st.none(), st.integers()),
+    limits=st.builds(Limits, memory_bytes=st.one_of(st.none(), st.integers()), cpus=st.one_of(st.none(), st.just(0.5))),
 )
 COMMANDS = st.builds(
     CommandSpec, path=TEXT, argv=TEXTS, cwd=TEXT, env=st.dictionaries(TEXT, TEXT, max_size=4), tty=st.booleans()
 )
-CONFIGS = st.builds(SpawnerConfig, rungs=TEXTS, scratch=TEXTS, hide=TEXTS)
+CONFIGS = st.builds(SpawnerConfig, rung=TEXT, scratch=TEXTS, hide=TEXTS)
 
 
 @given(st.one_of(RUNG_DATA, SANDBOXES, COMMANDS, CONFIGS))
@@ -89,7 +91,14 @@ def test_ids_of_a_rung(name: str, map_line: str, inner_map_line: str, shift: int
 
 def test_only_a_rung_without_shifted_ids_must_guard_proc_sys() -> None:
     """Root inside is root outside there, and could write the host's sysctls; in enroot it is not real root."""
-    assert {name: rung.protect_proc_sys for name, rung in RUNGS.items()} == {"1": False, "2": True, "E": False}
+    assert {name: rung.protect_proc_sys for name, rung in RUNGS.items()} == {
+        "1": False,
+        "2": True,
+        "3": True,
+        "E": False,
+        "4": False,
+        "5": False,
+    }
 
 
 def test_what_the_verifier_needs_is_private_to_each_episode() -> None:

@@ -52,7 +52,7 @@ def become_nobody() -> None:
         (lambda: sc.move_mount(BAD_FD, "/mnt"), errno.EBADF, "move_mount(/mnt): Bad file descriptor"),
         (lambda: sc.mount_setattr(BAD_FD, 1), errno.EBADF, "mount_setattr(fd 999, 0x1): Bad file descriptor"),
         (lambda: sc.mount_detached("nofs", []), errno.ENODEV, "fsopen(nofs): No such device"),
-        (lambda: sc.clone3(1), errno.EINVAL, "clone3(flags=0x1): Invalid argument"),
+        (lambda: sc.clone(0x10000), errno.EINVAL, "clone(0x10000): Invalid argument"),
         (lambda: sc.landlock_scope(1 << 40), errno.EINVAL, "landlock_create_ruleset(): Invalid argument"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_missing_capability_comes_with_advice(call: Callable[[], object]) -> N
     assert caught.value.errno == errno.EPERM
 
 
-@pytest.mark.parametrize("call", [lambda: sc.clone3(sc.CLONE_NEWUSER), lambda: sc.unshare(sc.CLONE_NEWUSER)])
+@pytest.mark.parametrize("call", [lambda: sc.clone(sc.CLONE_NEWUSER), lambda: sc.unshare(sc.CLONE_NEWUSER)])
 @in_own_process
 def test_switched_off_user_namespaces_come_with_advice(call: Callable[[], object]) -> None:
     own_user_namespace()
@@ -155,7 +155,7 @@ def test_moving_a_mount_into_place_and_away(tmp_path: Path) -> None:
 
 @in_own_process
 def test_clone3_answers_with_pid_and_pidfd() -> None:
-    pid, pidfd = sc.clone3(sc.CLONE_NEWPID)
+    pid, pidfd = sc.clone(sc.CLONE_NEWPID)
     if pid == 0:
         os._exit(7 if os.getpid() == 1 and pidfd == -1 else 1)
     assert f"Pid:\t{pid}\n" in Path(f"/proc/self/fdinfo/{pidfd}").read_text()

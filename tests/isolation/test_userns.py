@@ -16,7 +16,7 @@ from .rig import children, own_descriptors
 
 @in_own_process
 def test_maps_of_users_and_groups() -> None:
-    pid, pidfd = sc.clone3(sc.CLONE_NEWUSER)
+    pid, pidfd = sc.clone(sc.CLONE_NEWUSER)
     if pid == 0:
         signal.pause()
     userns.write_maps("/proc", pid, "0 100000 65536\n")

@@ -3,13 +3,14 @@
 import fcntl
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tbench2_env.isolation import mask, worktree
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation import worktree
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS
 
 from .child import in_own_process, own_mounts, own_user_namespace
@@ -39,12 +40,12 @@ from .child import in_own_process, own_mounts, own_user_namespace
     ],
 )
 def test_what_no_episode_sees_anyway(path: str, hidden: bool) -> None:
-    assert worktree.is_hidden_already(path) is hidden
+    assert mask.is_hidden_already(path) is hidden
 
 
 def test_every_private_folder_is_hidden_and_every_system_folder_is_not() -> None:
-    assert all(worktree.is_hidden_already(f"/{path}/x") for path in PRIVATE_FOLDERS)
-    assert not any(worktree.is_hidden_already(f"/{path}/x") for path in SYSTEM_FOLDERS)
+    assert all(mask.is_hidden_already(f"/{path}/x") for path in PRIVATE_FOLDERS)
+    assert not any(mask.is_hidden_already(f"/{path}/x") for path in SYSTEM_FOLDERS)
 
 
 # ---------------------------------------------------------------- whose folder it is
@@ -169,3 +170,36 @@ def test_a_half_built_folder_is_demolished(tmp_path: Path) -> None:
     worktree.demolish(str(folder))
     assert list(tmp_path.iterdir()) == []
     assert Path.cwd() == Path("/")
+
+
+def test_deleting_whatever_an_agent_made(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    (top / "link to a folder").parent.mkdir()
+    (top / "link to a folder").symlink_to("/etc")
+    deep = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d" * 200, dir_fd=deep)
+        deeper = os.open("d" * 200, os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = deeper
+    os.close(deep)
+    os.mkfifo(top / "fifo")
+    (top / "closed").mkdir()
+    (top / "closed/file").touch()
+    (top / "closed").chmod(0)
+    worktree.delete(str(top))
+    assert list(tmp_path.iterdir()) == []
+    assert Path("/etc/passwd").exists()
+
+
+@in_own_process
+def test_deleting_as_somebody_without_power() -> None:
+    os.setresuid(12345, 12345, 12345)
+    folder = Path(tempfile.mkdtemp())
+    (folder / "top/closed/below").mkdir(parents=True)
+    (folder / "top/closed/below/file").touch()
+    (folder / "top/closed/below").chmod(0o500)
+    (folder / "top/closed").chmod(0)
+    worktree.delete(str(folder / "top"))
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
