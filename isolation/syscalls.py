@@ -35,6 +35,8 @@ MOUNT_ATTR_IDMAP = 0x0010_0000
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 
 TMPFS_MAGIC = 0x0102_1994  # linux/magic.h
+# linux/openat2.h
+RESOLVE_NO_XDEV, RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH = 0x1, 0x4, 0x8
 
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
@@ -47,7 +49,7 @@ _KEYCTL_JOIN_SESSION_KEYRING = 1  # linux/keyctl.h
 
 _SYS = {
     "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
-    "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_restrict_self": 446,
+    "openat2": 437, "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_restrict_self": 446,
 }  # fmt: skip
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -176,6 +178,14 @@ def filesystem_type(path: str) -> int:
     buffer = ctypes.create_string_buffer(512)
     _check(_libc.statfs(path.encode(), buffer), "statfs", path)
     return int(struct.unpack_from("l", buffer)[0]) & 0xFFFF_FFFF
+
+
+def open_folder_beneath(folder_fd: int, path: bytes) -> int:
+    """The folder `path` below `folder_fd`, whatever somebody makes of the components of `path` at this moment."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    resolve = RESOLVE_NO_XDEV | RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH
+    how = struct.pack("3Q", flags, 0, resolve)  # struct open_how: flags, mode, resolve
+    return _syscall("openat2", _long(folder_fd), path, how, _long(len(how)), detail=path)
 
 
 def open_tree(path: str, flags: int = OPEN_TREE_CLONE) -> int:
