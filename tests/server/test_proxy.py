@@ -7,24 +7,28 @@ loopback only, with the proxy's listener on it.
 import asyncio
 import http.server
 import os
+import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.netns import NetworkNamespace
 from support.server import descendants
 from tbench2_env.isolation.spec import PROXY_PORT
 from tbench2_env.server.proxy import EgressError, EgressProxy, proxy_env
+from tbench2_env.server.proxy_policy import Policy
 
-NODE, NODE_ETH0, WEB, WEB_2 = "198.51.100.1", "203.0.113.7", "198.51.100.2", "198.51.100.3"
-HOSTS = f"{WEB} web.test\n{WEB_2} sub.example.test\n{WEB_2} example.test\n{WEB_2} badexample.test\n"
+NODE, NODE_ETH0, NODE_V6 = "198.51.100.1", "203.0.113.7", "2001:db8::7"
+WEB, WEB_2 = "198.51.100.2", "198.51.100.3"
 MB = 1 << 20
 
 
@@ -65,25 +69,37 @@ class WebServer(http.server.ThreadingHTTPServer):
     def handle_error(self, *arguments: object) -> None:
         pass  # clients that leave
 
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[NetworkNamespace]:
-    """The host's namespace, wired to `web`'s, in which web servers answer on port 80."""
-    node, web = NetworkNamespace(), NetworkNamespace()
-    node.ip(f"link add veth0 type veth peer name eth0 netns /proc/{os.getpid()}/fd/{web.fd}")
-    for command in (f"addr add {NODE}/24 dev veth0", "link set veth0 up", "link add eth0 type dummy",
-                    f"addr add {NODE_ETH0}/24 dev eth0", "addr add 2001:db8::7/64 dev eth0 nodad",
-                    "link set eth0 up"):  # fmt: skip
-        node.ip(command)
-    for command in (f"addr add {WEB}/24 dev eth0", f"addr add {WEB_2}/24 dev eth0", "link set eth0 up"):
-        web.ip(command)
+def web() -> Iterator[NetworkNamespace]:
+    """The network that is beyond the node."""
+    web = NetworkNamespace()
+    yield web
+    web.close()
+
+
+@pytest.fixture(scope="module")
+def node(web: NetworkNamespace) -> Iterator[NetworkNamespace]:
+    """The host's network, wired to `web`'s. Web servers answer on port 80 of both."""
+    node = NetworkNamespace()
+    for ours, theirs, own, its in (
+        ("veth0", "far0", (NODE,), (WEB, WEB_2)),
+        ("eth0", "far1", (NODE_ETH0, NODE_V6), ()),
+    ):
+        node.ip(f"link add {ours} type veth peer name {theirs} netns /proc/{os.getpid()}/fd/{web.fd}")
+        for network, device, addresses in ((node, ours, own), (web, theirs, its)):
+            for address in addresses:
+                network.ip(f"addr add {address}{'/64 nodad' if ':' in address else '/24'} dev {device}")
+            network.ip(f"link set {device} up")
     servers = [WebServer(web.listen("", 80)), WebServer(node.listen("", 80))]
     yield node
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.close()
     node.close()
-    web.close()
 
 
 @pytest.fixture
@@ -95,7 +111,7 @@ async def proxy(node: NetworkNamespace) -> AsyncIterator[EgressProxy]:
         yield proxy
         await proxy.stop()
     assert not proxy.alive
-    assert not [line for line in descendants(os.getpid()).values() if "proxy_main" in line]
+    assert not _proxies()
     assert set(os.listdir("/proc/self/fd")) == before
 
 
@@ -127,6 +143,14 @@ class Episode:
         return sock
 
 
+async def until(true: Callable[[], bool], within_s: float = 5) -> None:
+    """Wait until `true()`; fail if that takes longer."""
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 async def make_episode(proxy: EgressProxy) -> AsyncIterator["MakeEpisode"]:
     make = MakeEpisode(proxy)
@@ -156,3 +180,342 @@ async def test_get_through_the_proxy(make_episode: MakeEpisode) -> None:
 async def test_connect_through_the_proxy(make_episode: MakeEpisode) -> None:
     a = await make_episode()
     assert await a.curl("--proxytunnel", f"http://{WEB}/where") == (0, f"{WEB} at {WEB}\n200 200")
+
+
+async def test_tls_passes_through_unread(make_episode: MakeEpisode, web: NetworkNamespace, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={WEB}",
+         "-addext", f"subjectAltName=IP:{WEB}", "-keyout", key, "-out", certificate], check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = WebServer(context.wrap_socket(web.listen(WEB, 443), server_side=True))
+    try:
+        a = await make_episode()
+        answer = await a.curl("--cacert", str(certificate), f"https://{WEB}/where")
+        assert answer == (0, f"{WEB} at {WEB}\n200 200")
+    finally:
+        server.close()
+
+
+async def test_bodies_pass_both_ways(make_episode: MakeEpisode, tmp_path: Path) -> None:
+    a = await make_episode()
+    body = os.urandom(5 * MB)
+    (tmp_path / "body").write_bytes(body)
+    for more in ([], ["--proxytunnel"]):
+        arguments = ["--data-binary", f"@{tmp_path}/body", "-o", f"{tmp_path}/answer", f"http://{WEB}/", *more]
+        status, output = await a.curl(*arguments)
+        assert (status, output.split()[-1]) == (0, "200")
+        assert (tmp_path / "answer").read_bytes() == body
+
+
+async def test_a_kept_connection_never_serves_another_host(make_episode: MakeEpisode) -> None:
+    a = await make_episode()
+    status, output = await a.curl(f"http://{WEB}/where", f"http://{WEB_2}/where", f"http://{WEB}/where")
+    assert status == 0
+    assert re.findall(r"198\S+ at 198\S+", output) == [f"{host} at {host}" for host in (WEB, WEB_2, WEB)]
+
+
+async def test_the_variables_lead_programs_to_the_proxy(make_episode: MakeEpisode) -> None:
+    a = await make_episode()
+    variables = [f"{name}={value}" for name, value in proxy_env().items()]
+    fetch = f"import urllib.request as r; print(r.urlopen('http://{WEB}/where').read().decode())"
+    assert await a.network.run("env", "-i", *variables, sys.executable, "-c", fetch) == (0, f"{WEB} at {WEB}\n")
+
+
+OWN = ["127.0.0.1", "127.9.9.9", "localhost", "LOCALHOST", "0.0.0.0", "0", "2130706433", "0x7f000001", "017700000001", "127.1",
+       "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", f"[::ffff:{NODE}]", NODE, NODE_ETH0, f"[{NODE_V6}]"]  # fmt: skip
+METADATA = ["169.254.169.254", "[::ffff:169.254.169.254]", "[fe80::1]", "[fd00:ec2::254]"]
+MULTICAST = ["224.0.0.1", "[ff02::1]"]
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [(host, "an address of this host") for host in OWN]
+    + [(host, "a link-local or cloud metadata address") for host in METADATA]
+    + [(host, "a multicast address") for host in MULTICAST],
+)
+async def test_the_host_is_out_of_reach(make_episode: MakeEpisode, host: str, reason: str) -> None:
+    a = await make_episode()
+    sentence = f"{host} is {reason}, which episodes may not reach"
+    assert _ask(a, f"GET http://{host}/where HTTP/1.1\r\nHost: x\r\n\r\n") == (403, sentence)
+    assert _ask(a, f"CONNECT {host}:80 HTTP/1.1\r\n\r\n") == (403, sentence)
+
+
+async def test_the_host_is_out_of_reach_on_an_address_that_it_got_later(
+    make_episode: MakeEpisode, node: NetworkNamespace
+) -> None:
+    a = await make_episode()
+    node.ip("addr add 203.0.113.99/24 dev eth0")
+    assert (await a.curl("http://203.0.113.99/where"))[1].endswith("403")
+
+
+async def test_a_refusal_says_why_to_curl(make_episode: MakeEpisode) -> None:
+    a = await make_episode("a", "example.test")
+    status, output = await a.curl("http://other.test/")
+    assert output == "Forbidden: the network policy of this task does not allow other.test\n\n000 403"
+    status, output = await a.curl("--proxytunnel", "http://other.test/")
+    assert status != 0
+    assert output.endswith("403 000")
+
+
+async def test_only_allowed_hosts_are_reached(make_episode: MakeEpisode) -> None:
+    a, b = await make_episode("a", WEB, "known.test"), await make_episode("b", "*.example.test")
+    assert (await a.curl(f"http://{WEB}/where"))[1].endswith("200")
+    assert (await a.curl(f"http://{WEB_2}/where"))[1].endswith("403")
+    assert (await b.curl(f"http://{WEB}/where"))[1].endswith("403")
+    # A name that is allowed is looked up, and these names do not exist.
+    assert (await a.curl("http://known.test/"))[1].endswith("502")
+    assert (await b.curl("http://deep.sub.example.test/"))[1].endswith("502")
+    assert (await b.curl("http://known.test/"))[1].endswith("403")
+
+
+async def test_an_allowed_name_of_the_host_is_refused(make_episode: MakeEpisode) -> None:
+    a = await make_episode("a", "localhost", "127.0.0.1")
+    assert _ask(a, "CONNECT localhost:80 HTTP/1.1\r\n\r\n")[0] == 403
+    assert _ask(a, "CONNECT 127.0.0.1:80 HTTP/1.1\r\n\r\n")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("example.org", True), ("EXAMPLE.org.", True), ("a.example.org", False), ("badexample.org", False),
+        ("a.sub.test", True), ("b.a.SUB.test", True), ("sub.test", False), ("xsub.test", False),
+        ("a.dot.test", True), ("dot.test", True), ("xdot.test", False),
+        ("192.0.2.1", True), ("192.0.2.10", False), ("3221225985", False), ("2001:db8:0::1", True), ("", False),
+    ],
+)  # fmt: skip
+def test_what_a_list_of_hosts_allows(name: str, allowed: bool) -> None:
+    policy = Policy(("Example.ORG.", "*.sub.test", ".dot.test", "192.0.2.1", "2001:db8::1"))
+    assert policy.allows(name) is allowed
+
+
+def test_an_empty_list_allows_nothing() -> None:
+    assert not Policy(()).allows("example.org")
+
+
+@pytest.mark.parametrize(
+    ("request_text", "status"),
+    [
+        ("GET / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        ("nonsense\r\n\r\n", 400),
+        (f"CONNECT {WEB}:99999 HTTP/1.1\r\n\r\n", 502),
+        (f"CONNECT {WEB}:81 HTTP/1.1\r\n\r\n", 502),
+        ("GET ftp://x/ HTTP/1.1\r\n\r\n", 400),
+        ("GET http://a..b/ HTTP/1.1\r\n\r\n", 502),
+        (f"GET http://{'a' * 300}/ HTTP/1.1\r\n\r\n", 502),
+        ("GET http://\xff\xfe/ HTTP/1.1\r\n\r\n", 502),
+        ("GET http://x:y/ HTTP/1.1\r\n\r\n", 400),
+    ],
+)
+async def test_bad_requests_are_answered(make_episode: MakeEpisode, request_text: str, status: int) -> None:
+    a = await make_episode()
+    assert _ask(a, request_text)[0] == status
+    assert (await a.curl(f"http://{WEB}/where"))[1].endswith("200")
+
+
+async def test_a_request_without_end_is_cut_off(make_episode: MakeEpisode) -> None:
+    a = await make_episode()
+    with a.connect() as sock, pytest.raises(OSError, match="reset|pipe"):
+        for _ in range(1000):
+            sock.sendall(b"x" * 4096)
+
+
+async def test_an_episode_has_64_connections_at_most(make_episode: MakeEpisode) -> None:
+    a, b = await make_episode("a"), await make_episode("b")
+    tunnels = [a.tunnel() for _ in range(64)]
+    with a.connect() as one_more:
+        assert one_more.recv(1) == b""
+    with b.tunnel():
+        pass
+    tunnels.pop().close()
+    await asyncio.sleep(0.1)
+    tunnels.append(a.tunnel())
+    for tunnel in tunnels:
+        tunnel.close()
+
+
+@pytest.mark.parametrize("kind", ["downloads", "connections", "unreachable hosts", "silence"])
+async def test_one_episodes_flood_does_not_stall_another(make_episode: MakeEpisode, kind: str) -> None:
+    a, b = await make_episode("a"), await make_episode("b")
+    flood = {
+        "downloads": f"while :; do seq 64 | xargs -P 64 -I N curl -s -o /dev/null -x 127.0.0.1:3128 http://{WEB}/{20 * MB}; done",
+        "connections": "while :; do (seq 64 | xargs -P 4 -I N curl -s -m 1 -x 127.0.0.1:3128 http://127.0.0.1/); done",
+        "unreachable hosts": "seq 64 | xargs -P 64 -I N curl -s -x 127.0.0.1:3128 http://198.51.100.9/",
+        "silence": "for i in $(seq 64); do eval \"exec {fd}<>/dev/tcp/127.0.0.1/3128\"; done; sleep 60",
+    }[kind]  # fmt: skip
+    with _Running(a, flood):
+        await asyncio.sleep(1)
+        for _ in range(5):
+            started = time.monotonic()
+            assert (await b.curl(f"http://{WEB}/where"))[1].endswith("200")
+            assert time.monotonic() - started < 1
+            await asyncio.sleep(0.2)
+
+
+async def test_a_client_that_does_not_read_costs_no_memory(make_episode: MakeEpisode, proxy: EgressProxy) -> None:
+    a = await make_episode()
+    pid = _proxy_pid()
+    with a.tunnel() as slow:
+        before = _rss(pid)
+        slow.sendall(f"GET /{300 * MB} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        await asyncio.sleep(1)
+        assert _rss(pid) - before < 8 * MB
+        assert _cpu_s(pid, 0.5) < 0.1
+        total = 0
+        while total < 300 * MB:
+            total += len(slow.recv(MB))
+        assert _rss(pid) - before < 8 * MB
+
+
+async def test_removal_closes_the_listener_and_every_connection(make_episode: MakeEpisode, proxy: EgressProxy) -> None:
+    b = await make_episode("b")
+    before = len(_sockets(_proxy_pid()))
+    a = await make_episode("a")
+    with a.tunnel() as tunnel, a.connect() as silent, b.tunnel() as other:
+        await proxy.remove("a")
+        os.close(a.listener)
+        assert _closed(tunnel)
+        assert _closed(silent)
+        with pytest.raises(ConnectionRefusedError):
+            a.connect()
+        other.sendall(b"GET /3 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+    make_episode.episodes.pop("a").network.close()
+    await until(lambda: len(_sockets(_proxy_pid())) == before)
+
+
+async def test_removal_while_it_connects(make_episode: MakeEpisode, proxy: EgressProxy) -> None:
+    a = await make_episode("a")
+    with a.connect() as sock:
+        sock.sendall(b"CONNECT 198.51.100.9:80 HTTP/1.1\r\n\r\n")
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        await proxy.remove("a")
+        assert _closed(sock)
+        assert time.monotonic() - started < 1
+
+
+async def test_a_name_is_served_once(make_episode: MakeEpisode, proxy: EgressProxy) -> None:
+    a = await make_episode("a")
+    with pytest.raises(EgressError, match="'a' already"):
+        await proxy.add("a", a.listener, None)
+    assert (await a.curl(f"http://{WEB}/where"))[1].endswith("200")
+    await proxy.remove("nobody")
+
+
+async def test_a_proxy_that_died_is_started_again_with_the_live_episodes(
+    make_episode: MakeEpisode, proxy: EgressProxy
+) -> None:
+    a, b = await make_episode("a"), await make_episode("b", WEB)
+    first = _proxy_pid()
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: proxy.alive and _proxies() not in ([], [first]))
+    assert (await a.curl(f"http://{WEB_2}/where"))[1].endswith("200")
+    assert (await b.curl(f"http://{WEB_2}/where"))[1].endswith("403")
+    c = await make_episode("c")
+    assert (await c.curl(f"http://{WEB}/where"))[1].endswith("200")
+
+
+async def test_it_ends_with_a_server_that_is_killed(node: NetworkNamespace) -> None:
+    program = """
+import asyncio, socket
+from tbench2_env.server.proxy import EgressProxy
+async def main():
+    await EgressProxy().add("a", socket.create_server(("127.0.0.1", 0)).fileno(), None)
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with node.entered(), subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        (pid,) = _proxies(server.pid)
+        server.kill()
+    await until(lambda: not _runs(pid), 2)
+
+
+async def test_it_writes_and_says_nothing(node: NetworkNamespace, tmp_path: Path) -> None:
+    program = f"""
+import asyncio, os, socket
+from tbench2_env.server.proxy import EgressProxy
+async def main():
+    proxy = EgressProxy()
+    listener = socket.create_server(("127.0.0.1", 3128))
+    await proxy.add("a", listener.fileno(), ("{WEB}",))
+    for url in ("http://{WEB}/where", "http://127.0.0.1/", "http://{WEB}:81/"):
+        curl = await asyncio.create_subprocess_exec("curl", "-s", "-o", "/dev/null", "-x", "127.0.0.1:3128", url)
+        assert await curl.wait() == 0
+    await proxy.stop()
+asyncio.run(main())
+"""
+    env = {**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with node.entered():
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- helpers
+class _Running:
+    """A script that runs in an episode's network until the end of the block."""
+
+    def __init__(self, episode: Episode, script: str) -> None:
+        self._process = episode.network.start("bash", "-c", script)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _ask(episode: Episode, request: str) -> tuple[int, str]:
+    """The status and the sentence of the proxy's answer to these very bytes."""
+    with episode.connect() as sock:
+        sock.settimeout(5)
+        sock.sendall(request.encode("latin-1"))
+        answer = b"".join(iter(lambda: sock.recv(65536), b"")).decode()
+    status, _, reason = answer.partition("\r\n")[0].removeprefix("HTTP/1.1 ").partition(" ")
+    return int(status), reason.removeprefix("Forbidden: ")
+
+
+def _closed(sock: socket.socket) -> bool:
+    sock.settimeout(1)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def _proxies(server: int | None = None) -> list[int]:
+    return [pid for pid, line in descendants(server or os.getpid()).items() if "proxy_main" in line]
+
+
+def _proxy_pid() -> int:
+    (pid,) = _proxies()
+    return pid
+
+
+def _runs(pid: int) -> bool:
+    """Whether it runs; a zombie, which only waits for the init of this machine, does not."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def _sockets(pid: int) -> list[str]:
+    targets = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    return [target for target in targets if target.startswith("socket:")]
+
+
+def _rss(pid: int) -> int:
+    return psutil.Process(pid).memory_info().rss
+
+
+def _cpu_s(pid: int, within_s: float) -> float:
+    process = psutil.Process(pid)
+    before = process.cpu_times()
+    time.sleep(within_s)
+    after = process.cpu_times()
+    return float(after.user + after.system - before.user - before.system)

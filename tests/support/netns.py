@@ -43,6 +43,10 @@ class NetworkNamespace:
         assert process.returncode is not None
         return process.returncode, output.decode()
 
+    def start(self, *argv: str) -> subprocess.Popen[bytes]:
+        """Start a program in it, as the leader of a session."""
+        return subprocess.Popen([*self._enter, *argv], pass_fds=[self.fd], start_new_session=True)
+
     @property
     def _enter(self) -> list[str]:
         return ["nsenter", f"--net=/proc/self/fd/{self.fd}"]
