@@ -1,0 +1,343 @@
+"""Ways out of an episode's network namespace that do not lead to the host.
+
+    veth         a pair of interfaces and NAT by nftables; needs CAP_NET_ADMIN over the host's network
+    slirp4netns  one process per episode speaks TCP/IP in user space; needs /dev/net/tun
+    pasta        the same by another program
+
+The spawner makes one provider at its start, by `find`, and calls `connect` for each episode while its PID 1 waits;
+PID 1 then calls `configure_inside` with what the plug says. All of it is IPv4. The episode must not have
+CAP_NET_ADMIN over its network namespace, or it could remove the unreachable routes again.
+"""
+
+import contextlib
+import fcntl
+import ipaddress
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+from tbench2_env.isolation import netfilter, userns
+from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation.netfilter import LINK_LOCAL, find_program, network_of
+from tbench2_env.isolation.netlink import RTN_LOCAL, Netlink
+
+#: The name of the episode's interface, whoever makes it.
+DEVICE = "eth0"
+RESOLV_CONFS = ("/etc/resolv.conf", "/run/systemd/resolve/resolv.conf")
+
+_READY_S = 1.0
+_SAYS_IT = "no nameserver of the host's resolv.conf can be reached from an episode: names do not resolve there"
+
+
+class Plug(Protocol):
+    """One episode's connection. `inside` is for `configure_inside`; `pid` is a child of ours to be reaped, or None."""
+
+    inside: dict[str, Any]
+    pid: int | None
+
+    def unplug(self) -> None:
+        """Remove what is on the host's side, without waiting; a second call does nothing."""
+
+
+class Egress(Protocol):
+    """A provider. `nameservers` belong into the episode's resolv.conf; `lacks` are sentences for the user."""
+
+    name: str
+    nameservers: tuple[str, ...]
+    lacks: tuple[str, ...]
+
+    def connect(self, pid: int) -> Plug:
+        """Connect the network namespace of process `pid`, whose id maps are written. Raises: OSError."""
+
+    def close(self) -> None:
+        """Give back what the provider itself holds. Plugs are to be unplugged before."""
+
+
+def configure_inside(settings: dict[str, Any]) -> None:
+    """Set up the network namespace that the caller is in: its loopback, and what a plug says. Raises: OSError."""
+    with Netlink() as link:
+        link.set_up(socket.if_nametoindex("lo"))
+        if "address" in settings:
+            index = socket.if_nametoindex(DEVICE)
+            link.keep_from_ipv6(index)
+            link.add_address(index, settings["address"], settings["prefix"])
+            link.set_up(index)
+            link.add_default_route(settings["gateway"])
+        for network in settings.get("unreachable", ()):
+            address, prefix = network.split("/")
+            link.add_unreachable(address, int(prefix))
+
+
+def host_networks(link: Netlink) -> list[ipaddress.IPv4Network]:
+    """Every address at which the host itself answers, but for its loopback."""
+    found = {network_of(route) for route in link.routes() if route.type == RTN_LOCAL}
+    return sorted(network for network in found if not network.is_loopback)
+
+
+def usable_nameservers(files: Sequence[str], host: Sequence[ipaddress.IPv4Network]) -> tuple[str, ...]:
+    """Those of the first of `files` that has any which an episode can reach: IPv4, and not the host itself."""
+    for file in files:
+        servers: list[str] = []
+        with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
+            servers = [line.split()[1] for line in lines if line.startswith("nameserver") and len(line.split()) > 1]
+        usable = [server for server in servers if _is_elsewhere(server, host)]
+        if usable:
+            return tuple(usable)
+    return ()
+
+
+def _is_elsewhere(server: str, host: Sequence[ipaddress.IPv4Network]) -> bool:
+    try:
+        address = ipaddress.IPv4Address(server)
+    except ValueError:
+        return False
+    unreachable = (*host, ipaddress.IPv4Network(LINK_LOCAL), ipaddress.IPv4Network("127.0.0.0/8"))
+    return not any(address in network for network in unreachable)
+
+
+# ---------------------------------------------------------------- veth
+class VethPlug:
+    """A /30 of the block: its first address is the host's end of the pair, its second the episode's."""
+
+    pid: int | None = None
+
+    def __init__(self, owner: "Veth", slot: int, name: str) -> None:
+        self.owner, self.slot, self.name = owner, slot, name
+        self.gateway, self.address = (str(owner.claim.network[4 * slot + n]) for n in (1, 2))
+        self.inside: dict[str, Any] = {"address": self.address, "prefix": 30, "gateway": self.gateway}
+
+    def unplug(self) -> None:
+        if self.owner.plugs.pop(self.slot, None) is self:
+            # Both ends vanish by themselves with the namespace; this is sooner.
+            with contextlib.suppress(OSError):
+                self.owner.link.delete_link(self.name)
+            self.owner.free.append(self.slot)
+
+
+class Veth:
+    """A pair of interfaces per episode, and masquerading by one nftables table per server."""
+
+    name = "veth"
+
+    def __init__(self, resolv_confs: Sequence[str] = RESOLV_CONFS) -> None:
+        self.link = Netlink()
+        try:
+            # The first request that only CAP_NET_ADMIN may make; it changes nothing.
+            self.link.set_up(socket.if_nametoindex("lo"))
+            netfilter.enable_forwarding()
+            self.nameservers = usable_nameservers(resolv_confs, host_networks(self.link))
+            self.lacks: tuple[str, ...] = () if self.nameservers else (_SAYS_IT,)
+            self.claim = netfilter.claim_block(self.link)
+        except OSError:
+            self.link.close()
+            raise
+        self.plugs: dict[int, VethPlug] = {}
+        self.free = list(range(self.claim.network.num_addresses // 4))[::-1]
+
+    def connect(self, pid: int) -> Plug:
+        if not self.free:
+            raise OSError(f"all {len(self.plugs)} networks of {self.claim.network} are in use")
+        slot = self.free.pop()
+        plug = VethPlug(self, slot, f"{self.claim.prefix}{slot}")
+        self.plugs[slot] = plug
+        try:
+            self.link.add_veth(plug.name, DEVICE, pid)
+            index = socket.if_nametoindex(plug.name)
+            self.link.keep_from_ipv6(index)
+            self.link.add_address(index, plug.gateway, 30)
+            self.link.set_up(index)
+        except OSError:
+            plug.unplug()
+            raise
+        return plug
+
+    def close(self) -> None:
+        for plug in list(self.plugs.values()):
+            plug.unplug()
+        self.claim.release()
+        self.link.close()
+
+
+# ---------------------------------------------------------------- a process per episode
+class ProcessPlug:
+    """A process that carries the packets of an episode."""
+
+    def __init__(self, pid: int, unreachable: list[str]) -> None:
+        self.pid: int | None = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.inside: dict[str, Any] = {"unreachable": unreachable}
+
+    def unplug(self) -> None:
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class _PerProcess:
+    """What slirp4netns and pasta share. `argv` gets the process id of the episode's PID 1; 3 is the ready pipe."""
+
+    name: str
+
+    def __init__(self, resolv_confs: Sequence[str] = RESOLV_CONFS) -> None:
+        self.program = find_program(self.name)
+        try:
+            os.close(os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise OSError(
+                error.errno, f"open(/dev/net/tun): {error.strerror} (load the module tun and make the device usable by "
+                "the server's user: mode 0666 on the node, --device /dev/net/tun for a container)"
+            ) from None  # fmt: skip
+        with Netlink() as link:
+            host = host_networks(link)
+        # The programs connect from the host's own network: what is the host must be refused before it gets there.
+        self.unreachable = [str(network) for network in (*host, LINK_LOCAL)]
+        self.nameservers = self.find_nameservers(usable_nameservers(resolv_confs, host))
+        self.lacks: tuple[str, ...] = () if self.nameservers else (_SAYS_IT,)
+
+    def find_nameservers(self, of_host: tuple[str, ...]) -> tuple[str, ...]:
+        return of_host
+
+    def argv(self, pid: int) -> list[str]:
+        raise NotImplementedError
+
+    def connect(self, pid: int) -> Plug:
+        ready, ready_inside = os.pipe2(os.O_CLOEXEC)
+        log = os.memfd_create("log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            child = os.fork()
+            if child == 0:
+                _become_helper(self.program, self.argv(pid), ready_inside, log)
+            os.close(ready_inside)
+            plug = ProcessPlug(child, self.unreachable)
+            if not (select.select([ready], [], [], _READY_S)[0] and os.read(ready, 16)):
+                plug.unplug()
+                os.waitpid(child, 0)
+                raise OSError(f"{self.name} did not connect the episode within {_READY_S:g} s: {_read_log(log)}")
+            fcntl.fcntl(log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # nobody reads what it says from now on
+        finally:
+            os.close(ready)
+            os.close(log)
+        return plug
+
+    def close(self) -> None:
+        pass
+
+
+def _read_log(log: int) -> str:
+    return os.pread(log, 4096, 0).decode(errors="replace").strip().replace("\n", "; ") or "it gave no reason"
+
+
+def _become_helper(program: str, argv: list[str], ready: int, log: int) -> NoReturn:
+    """In a fork: exec the program with the ready pipe as 3 and nothing else of ours."""
+    try:
+        sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        # pasta refuses to start where SIGPIPE is ignored, as Python has it.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (null, null, log, ready)]
+        for number, fd in enumerate(parked):
+            os.dup2(fd, number)
+        os.closerange(len(parked), os.sysconf("SC_OPEN_MAX"))
+        os.chdir("/")
+        os.execve(program, argv, {})
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            os.write(2, str(error).encode())
+    finally:
+        # Whatever happened: a fork must never go on as a second spawner.
+        os._exit(1)
+
+
+class Slirp4netns(_PerProcess):
+    name = "slirp4netns"
+
+    def find_nameservers(self, of_host: tuple[str, ...]) -> tuple[str, ...]:
+        return ("10.0.2.3",)  # it passes questions on to the host's own resolver, a loopback one too
+
+    def argv(self, pid: int) -> list[str]:
+        options = ["--configure", "--mtu=65520", "--disable-host-loopback", "--enable-sandbox", "--enable-seccomp"]
+        return [self.name, *options, "--ready-fd=3", str(pid), DEVICE]
+
+
+class Pasta(_PerProcess):
+    name = "pasta"
+
+    def argv(self, pid: int) -> list[str]:
+        # By default it forwards ports both ways, maps the gateway to the host's loopback, and as root becomes nobody.
+        closed = ["-t", "none", "-u", "none", "-T", "none", "-U", "none", "--no-map-gw"]
+        # Not the host's own address and gateway, which it would copy.
+        addresses = ["-4", "-a", "10.0.2.100", "-n", "24", "-g", "10.0.2.2", "-I", DEVICE, "--config-net", "--no-dhcp"]
+        process = ["-f", "-e", "--runas", "0:0", "-P", "/proc/self/fd/3", "--netns", f"/proc/{pid}/ns/net"]
+        return [self.name, *closed, *addresses, *process]
+
+
+# ---------------------------------------------------------------- the choice
+PROVIDERS: dict[str, Callable[[Sequence[str]], Egress]] = {
+    Veth.name: Veth,
+    Slirp4netns.name: Slirp4netns,
+    Pasta.name: Pasta,
+}
+
+
+def find(
+    names: Sequence[str] = tuple(PROVIDERS), resolv_confs: Sequence[str] = RESOLV_CONFS
+) -> tuple[Egress | None, dict[str, str]]:
+    """The first provider that connects a trial namespace, and for each before it the sentence why it does not.
+
+    For a process without children and without other threads.
+    """
+    refusals: dict[str, str] = {}
+    for name in names:
+        try:
+            egress = PROVIDERS[name](resolv_confs)
+            try:
+                _try(egress)
+            except OSError:
+                egress.close()
+                raise
+            return egress, refusals
+        except OSError as error:
+            refusals[name] = error.strerror or str(error)
+    return None, refusals
+
+
+def _try(egress: Egress) -> None:
+    """Connect a namespace as an episode's is connected, and disconnect it. Raises: OSError."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pid, pidfd = sc.clone3(sc.CLONE_NEWUSER | sc.CLONE_NEWNET)
+        if pid == 0:
+            _become_trial(theirs)
+        try:
+            userns.write_maps("/proc", pid, "0 0 1\n")
+            plug = egress.connect(pid)
+            ours.send(json.dumps(plug.inside).encode())
+            answer = ours.recv(4000).decode()
+            plug.unplug()
+            if plug.pid is not None:
+                os.waitpid(plug.pid, 0)
+            if answer != "ok":
+                raise OSError(answer)
+        finally:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+            os.waitpid(pid, 0)
+
+
+def _become_trial(channel: socket.socket) -> NoReturn:
+    try:
+        sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+        configure_inside(json.loads(channel.recv(1 << 16)))
+        channel.send(b"ok")
+        signal.pause()
+    except BaseException as error:
+        channel.send(str(error).encode())
+    finally:
+        os._exit(1)
