@@ -7,6 +7,8 @@ from tbench2_env.isolation.gauge import Gauge
 
 #: Beyond the limit by the upper bound, measure anew after this many times the time that it took, whatever the bound.
 _REST_FACTOR = 20
+#: Measuring thousands of processes is given up after this; what was not measured then counts as nothing.
+_BUDGET_S = 0.2
 
 
 class Memory:
@@ -49,6 +51,7 @@ class Memory:
 
     def _measure(self, sizes: dict[str, int], limit: int) -> int:
         """Largest processes first, and no further than it takes to know on which side of the limit it is."""
+        deadline = time.monotonic() + _BUDGET_S
         in_files = self._gauge.shared_memory()
         private = shared = 0
         unread = sum(sizes.values())
@@ -56,6 +59,8 @@ class Memory:
         for pid in sorted(sizes, key=sizes.__getitem__, reverse=True):
             if used > limit or used + unread <= limit:
                 break
+            if time.monotonic() > deadline:
+                return used
             unread -= sizes[pid]
             of_shared, of_others = self._gauge.proportional(pid)
             shared, private = shared + of_shared, private + of_others

@@ -8,20 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel
-from tbench2_env.isolation.gauge import Gauge
 from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import Limits
-from tbench2_env.isolation.storage import Drain, Storage
 from tbench2_env.isolation.warden import exceeded_text
 
-from .child import in_own_process, stat_fields
+from .child import stat_fields
 from .conftest import StartRig
 from .rig import Rig, children, count_descriptors, until
 from .scene import python
@@ -215,50 +211,6 @@ async def test_a_worktree_below_its_limit_is_left_alone_and_measured(rig: Rig, w
     assert [one for one in warden.events if one["event"] == "exceeded"] == []
 
 
-@in_own_process
-def test_writes_that_deletions_hide_are_seen_later(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
-    sc.unshare(sc.CLONE_NEWNS)
-    sc.mount("", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
-    sc.mount("tmpfs", str(tmp_path), "tmpfs", options="size=64m")  # nobody else writes here
-    os.chdir(tmp_path)
-    Path("upper").mkdir()
-    Path("other").write_bytes(bytes(32 * _MIB))
-    drain = Drain()
-    drain.look()
-    storage = Storage("upper", Limits(storage_bytes=16 * _MIB), drain)
-    storage.touched = True
-    Path("other").unlink()
-    Path("upper/large").write_bytes(bytes(20 * _MIB))
-    drain.look()
-    assert not storage.is_due()
-    time.sleep(5.1)
-    assert storage.is_due()
-    assert storage.advance(1)
-    assert storage.exceeded() == "storage"
-
-
-@in_own_process
-def test_an_idle_worktree_is_not_walked(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
-    Path("upper").mkdir()
-    drain = Drain()
-    drain.look()
-    storage = Storage("upper", Limits(storage_bytes=_MIB), drain)
-    drain.size += 2 * _MIB
-    assert not storage.is_due(), "no process of the episode has been seen"
-    storage.touched = True
-    assert storage.is_due()
-    assert storage.advance(1)
-    storage.touched = True
-    assert not storage.is_due()
-    drain.size += _MIB
-    assert not storage.is_due(), "it is empty, so all of its limit is left"
-    drain.size += 1
-    time.sleep(0.2)
-    assert storage.is_due(), "and it has rested"
-
-
 # ---------------------------------------------------------------- processes
 async def test_a_fork_bomb_within_its_cap_is_reported(rig: Rig, warden: Warden) -> None:
     sandbox = await rig.create(processes_max=256)
@@ -370,19 +322,6 @@ async def test_a_hostile_worktree(rig: Rig, warden: Warden) -> None:
     assert 3006 <= usage["files"] < 3030
     assert warden.process.poll() is None
     await rig.sh(sandbox, "rm -rf /srv/xxx*")
-
-
-async def test_the_helpers_list_an_episode_undisturbed(rig: Rig) -> None:
-    """An open folder's position belongs to all who share it: the gauge must have one of its own."""
-    await rig.create()
-    proc = os.open(f"/proc/{children(rig.pid)[-1]}/root/proc", os.O_RDONLY | os.O_DIRECTORY)
-    gauge = Gauge(proc)
-    await until(lambda: not gauge.pids())  # what made the agent's user namespace is on its way out
-    os.lseek(proc, 5, os.SEEK_SET)
-    assert gauge.pids() == []
-    assert os.lseek(proc, 0, os.SEEK_CUR) == 5
-    gauge.close()
-    os.close(proc)
 
 
 async def test_64_idle_episodes_cost_less_than_3_percent_of_a_core(rig: Rig, warden: Warden) -> None:
