@@ -43,9 +43,9 @@ class NetworkNamespace:
         assert process.returncode is not None
         return process.returncode, output.decode()
 
-    def start(self, *argv: str) -> subprocess.Popen[bytes]:
+    def start(self, *argv: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
         """Start a program in it, as the leader of a session."""
-        return subprocess.Popen([*self._enter, *argv], pass_fds=[self.fd], start_new_session=True)
+        return subprocess.Popen([*self._enter, *argv], pass_fds=[self.fd], start_new_session=True, stdout=stdout)
 
     @property
     def _enter(self) -> list[str]:
