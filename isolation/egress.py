@@ -40,7 +40,7 @@ class Plug(Protocol):
     pid: int | None
 
     def unplug(self) -> None:
-        """Remove what is on the host's side, without waiting; a second call does nothing."""
+        """Give back what is on the host's side, without waiting; a second call does nothing."""
 
 
 class Egress(Protocol):
@@ -111,10 +111,9 @@ class VethPlug:
         self.inside: dict[str, Any] = {"address": self.address, "prefix": 30, "gateway": self.gateway}
 
     def unplug(self) -> None:
-        if self.owner.plugs.pop(self.slot, None) is self:
-            # Both ends vanish by themselves with the namespace; this is sooner.
-            with contextlib.suppress(OSError):
-                self.owner.link.delete_link(self.name)
+        if self.owner.plugs.get(self.slot) is self:
+            del self.owner.plugs[self.slot]
+            # The pair vanishes with the episode's namespace. Deleting it costs the caller 25 ms.
             self.owner.free.append(self.slot)
 
 
@@ -136,16 +135,17 @@ class Veth:
             self.link.close()
             raise
         self.plugs: dict[int, VethPlug] = {}
-        self.free = list(range(self.claim.network.num_addresses // 4))[::-1]
+        #: The longest unused first: its last interface is certainly gone.
+        self.free = list(range(self.claim.network.num_addresses // 4))
 
     def connect(self, pid: int) -> Plug:
         if not self.free:
             raise OSError(f"all {len(self.plugs)} networks of {self.claim.network} are in use")
-        slot = self.free.pop()
+        slot = self.free.pop(0)
         plug = VethPlug(self, slot, f"{self.claim.prefix}{slot}")
         self.plugs[slot] = plug
         try:
-            self.link.add_veth(plug.name, DEVICE, pid)
+            self._add_pair(plug.name, pid)
             index = socket.if_nametoindex(plug.name)
             self.link.keep_from_ipv6(index)
             self.link.add_address(index, plug.gateway, 30)
@@ -154,6 +154,13 @@ class Veth:
             plug.unplug()
             raise
         return plug
+
+    def _add_pair(self, name: str, pid: int) -> None:
+        try:
+            self.link.add_veth(name, DEVICE, pid)
+        except FileExistsError:  # the namespace of an ended episode lives on
+            self.link.delete_link(name)
+            self.link.add_veth(name, DEVICE, pid)
 
     def close(self) -> None:
         for plug in list(self.plugs.values()):

@@ -42,7 +42,7 @@ class Claim:
 
     def release(self) -> None:
         with contextlib.suppress(OSError):
-            _nft(_deletion(self.index))
+            run_nft(_deletion(self.index))
         self.sock.close()
 
 
@@ -56,7 +56,7 @@ def claim_block(link: Netlink) -> Claim:
         try:
             _sweep_interfaces(link, claim.prefix)
             if not any(network.overlaps(network_of(route)) for route in link.routes() if route.prefix):
-                _nft(_deletion(index) + _table(claim))
+                run_nft(_deletion(index) + _table(claim))
                 _sweep_tables(link)
                 return claim
         except OSError:
@@ -68,7 +68,7 @@ def claim_block(link: Netlink) -> Claim:
 
 def enable_forwarding() -> None:
     """Make the host forward IPv4, and make sure that it lets it pass. Raises: OSError."""
-    chains = [chain for chain in _nft("list chains\n").split("chain ") if "hook forward" in chain]
+    chains = [chain for chain in run_nft("list chains\n").split("chain ") if "hook forward" in chain]
     dropping = [chain.split()[0] for chain in chains if "policy drop" in chain]
     if dropping:
         raise OSError(
@@ -78,6 +78,7 @@ def enable_forwarding() -> None:
     try:
         with open(_IP_FORWARD, "r+b", buffering=0) as file:
             if file.read().strip() == b"0":
+                file.seek(0)  # the kernel ignores what is written behind the beginning
                 file.write(b"1")
     except OSError as error:
         raise OSError(
@@ -116,13 +117,13 @@ def _sweep_interfaces(link: Netlink, prefix: str) -> None:
 
 
 def _sweep_tables(link: Netlink) -> None:
-    for found in re.findall(rf"^table inet {_TABLE}([0-9a-f]+)$", _nft("list tables\n"), re.MULTILINE):
+    for found in re.findall(rf"^table inet {_TABLE}([0-9a-f]+)$", run_nft("list tables\n"), re.MULTILINE):
         index = int(found, 16)
         sock = _bind(index)
         if sock is not None:
             with sock:
                 _sweep_interfaces(link, f"{_INTERFACES}{index:x}-")
-                _nft(_deletion(index))
+                run_nft(_deletion(index))
 
 
 # ---------------------------------------------------------------- the table
@@ -163,7 +164,7 @@ table inet {_TABLE}{claim.index:x} {{
 """
 
 
-def _nft(script: str) -> str:
+def run_nft(script: str) -> str:
     """Run a script in one transaction; returns its output. Raises: OSError with what nft said."""
     program = find_program("nft")
     files = {number: os.memfd_create("nft", os.MFD_CLOEXEC) for number in (0, 1, 2)}
