@@ -319,7 +319,7 @@ def _try(egress: Egress) -> None:
     """Connect a namespace as an episode's is connected, and disconnect it. Raises: OSError."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        pid, pidfd = sc.clone3(sc.CLONE_NEWUSER | sc.CLONE_NEWNET)
+        pid, pidfd = sc.clone(sc.CLONE_NEWUSER | sc.CLONE_NEWNET)
         if pid == 0:
             _become_trial(theirs)
         try:

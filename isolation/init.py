@@ -12,13 +12,14 @@ import struct
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tbench2_env.isolation import mounts, network, userns
+from tbench2_env.isolation import egress, mounts, provisions, userns
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.spec import HOSTNAME, Network, Rung, SandboxSpec, decode
+from tbench2_env.isolation.spec import HOSTNAME, PROXY_PORT, Network, Rung, SandboxSpec, decode
 
 #: Where the worktree is mounted until it becomes the root. /tmp exists everywhere, and the 0700 scratch folder would
 #: be EACCES for the episode's root.
 STAGE = "/tmp"
+_BACKLOG = 128
 _ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
 _PAUSE_CODE = {
     # again: mov $34, %eax (pause); syscall; jmp again
@@ -61,10 +62,11 @@ def pause_descriptor() -> int:
 class Inside:
     """What PID 1 needs from outside: descriptors of detached mounts, of the pause program and of the channel.
 
-    `worktree` are mounts and their places, the root first.
+    `worktree` are mounts and their places, the root first; `joins` is for `provisions.take_place`.
     """
 
     channel: socket.socket
+    joins: list[int]
     worktree: list[tuple[int, str]]
     sysfs: int
     pause: int
@@ -77,8 +79,8 @@ def run(spec: SandboxSpec, rung: Rung, inside: Inside) -> NoReturn:
     rung has those; `listener`, a socket for the proxy's connections, where the spec wants one.
     """
     try:
-        settings = _become_first(inside.channel, rung)
-        listener = network.set_up(spec.network, settings) if spec.network is not Network.HOST else None
+        settings = _become_first(inside, rung)
+        listener = _set_up_network(spec.network, settings)
         _mount_everything(spec, rung, inside)
         handed_out = {"proc": os.open(STAGE + "/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)}
         if listener is not None:
@@ -97,19 +99,36 @@ def run(spec: SandboxSpec, rung: Rung, inside: Inside) -> NoReturn:
         os._exit(1)
 
 
-def _become_first(channel: socket.socket, rung: Rung) -> dict[str, Any]:
+def _become_first(inside: Inside, rung: Rung) -> dict[str, Any]:
     """Answers with what the spawner decided of our network."""
+    provisions.take_place(inside.joins, ())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.setsid()
     # Before the ids change: /proc/self belongs to real root afterwards.
     prefer_for_oom_killer()
-    go = channel.recv(4096)
+    go = inside.channel.recv(1 << 16)
     if not go:
         os._exit(1)
     userns.become_root(supplementary_groups=rung.has_id_range)
     # After the ids change, which clears it.
     sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
     return decode(go)
+
+
+def _set_up_network(network: Network, settings: dict[str, Any]) -> int | None:
+    """Answers with a listening socket, if a proxy outside is to accept from it.
+
+    A socket belongs to the network that it was made in, whoever accepts from it: so the proxy needs no process here.
+    """
+    if network is Network.HOST:
+        return None
+    egress.configure_inside(settings)
+    if network is not Network.PROXY:
+        return None
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(("127.0.0.1", PROXY_PORT))
+    listener.listen(_BACKLOG)
+    return listener.detach()
 
 
 def prefer_for_oom_killer() -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tbench2_env.isolation import capabilities, processes, seccomp, userns
+from tbench2_env.isolation import capabilities, processes, provisions, seccomp, userns
 from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
 from tbench2_env.isolation.init import prefer_for_oom_killer
-from tbench2_env.isolation.reactor import Reactor
+from tbench2_env.isolation.reactor import End, Reactor
 from tbench2_env.isolation.spec import CommandSpec, Rung
 
 #: The namespaces that a command joins, user last: the others need the outer namespace's rights.
@@ -25,6 +25,22 @@ _KINDS = {
     "mnt": sc.CLONE_NEWNS, "ipc": sc.CLONE_NEWIPC, "uts": sc.CLONE_NEWUTS, "net": sc.CLONE_NEWNET,
     "user": sc.CLONE_NEWUSER,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """How to get into an episode: descriptors of its namespaces by kind and of its /proc, its cgroup leaf, its CPUs."""
+
+    fds: dict[str, int]
+    joins: list[int]
+    cpus: list[int]
+
+    @property
+    def proc(self) -> int:
+        return self.fds["proc"]
+
+    def close(self) -> None:
+        close_all([*self.fds.values(), *self.joins])
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Launcher:
 
     def __init__(self, server: Channel, spawner: Channel, rung: Rung) -> None:
         self.server, self.spawner, self.rung = server, spawner, rung
-        self.episodes: dict[str, dict[str, int]] = {}
+        self.episodes: dict[str, Entrance] = {}
         self.running: dict[int, Running] = {}
 
     def run(self) -> NoReturn:
@@ -54,9 +70,9 @@ class Launcher:
         message, fds = self.spawner.receive()
         name = message["name"]
         if message["op"] == "add":
-            self.episodes[name] = dict(zip(message["descriptors"], fds, strict=True))
-        else:
-            close_all(list(self.episodes.pop(name, {}).values()))
+            self.episodes[name] = _entrance(message, fds)
+        elif name in self.episodes:
+            self.episodes.pop(name).close()
 
     def _read_announcements(self) -> None:
         self.spawner.sock.setblocking(False)
@@ -82,7 +98,7 @@ class Launcher:
             self._failed(request, "the sandbox is dead")
             return
         try:
-            pid = processes.fork_into(episode["pid"])
+            pid = processes.fork_into(episode.fds["pid"])
         except OSError as error:
             self._failed(request, f"cannot start a process in the sandbox: {error}")
             return
@@ -91,11 +107,12 @@ class Launcher:
             commands.become(spec, fds, self._enter(episode), lambda reason: self._failed(request, reason))
         self.running[pid] = Running(request, name)
 
-    def _enter(self, episode: dict[str, int]) -> Callable[[], None]:
+    def _enter(self, episode: Entrance) -> Callable[[], None]:
         def enter() -> None:
+            provisions.take_place(episode.joins, episode.cpus)
             for name, kind in _KINDS.items():
-                if name in episode:
-                    sc.setns(episode[name], kind)
+                if name in episode.fds:
+                    sc.setns(episode.fds[name], kind)
             userns.become_root(supplementary_groups=self.rung.has_id_range)
             if not self.rung.user_namespaces:
                 capabilities.confine_agent()
@@ -110,18 +127,26 @@ class Launcher:
             if running.request == target:
                 self._kill_tree(pid, self.episodes.get(running.episode))
 
-    def _kill_tree(self, pid: int, episode: dict[str, int] | None) -> None:
+    def _kill_tree(self, pid: int, episode: Entrance | None) -> None:
         with contextlib.suppress(OSError):
             if episode is None:
                 os.kill(pid, signal.SIGKILL)
             else:
-                processes.kill_tree(episode["proc"], processes.inner_pid(pid))
+                processes.kill_tree(episode.proc, processes.inner_pid(pid))
 
-    def _child_ended(self, pid: int, status: int) -> None:
+    def _child_ended(self, pid: int, end: End) -> None:
         running = self.running.pop(pid, None)
         if running is not None:
-            code = os.waitstatus_to_exitcode(status)
-            self.server.send({"event": "exit", "id": running.request, "status": code})
+            self.server.send({"event": "exit", "id": running.request, **end.to_dict()})
+
+
+def _entrance(message: dict[str, Any], fds: list[int]) -> Entrance:
+    kinds = message["descriptors"]
+    named = dict(zip(kinds, fds[: len(kinds)], strict=True))
+    # Opened anew: a descriptor that was sent shares its position with the sender's, who lists the folder, too.
+    shared, named["proc"] = named["proc"], os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=named["proc"])
+    os.close(shared)
+    return Entrance(named, fds[len(kinds) :], message["cpus"])
 
 
 def main(server: Channel, spawner: Channel, rung: Rung) -> NoReturn:

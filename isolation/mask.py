@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from tbench2_env.isolation.spec import HOSTNAME, PRIVATE_FOLDERS, SYSTEM_FOLDERS, Rung
@@ -38,6 +39,11 @@ def build(rung: Rung, hide: tuple[str, ...], own_folders: tuple[str, ...]) -> No
     _add_file(rung, "etc/resolv.conf", _read_or_empty("/etc/resolv.conf"))
     for name in (".bashrc", ".profile"):
         _add_file(rung, f"root/{name}", _read_or_empty(f"/etc/skel/{name}"))
+
+
+def set_nameservers(rung: Rung, nameservers: Sequence[str]) -> None:
+    """What resolv.conf says in worktrees to come."""
+    _add_file(rung, "etc/resolv.conf", "".join(f"nameserver {address}\n" for address in nameservers))
 
 
 def own(rung: Rung, path: str, uid: int = 0, gid: int = 0) -> None:

@@ -1,15 +1,30 @@
 """The helpers' event loop: descriptors to watch and children to reap, in one thread that waits nowhere else."""
 
+import dataclasses
 import os
 import select
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class End:
+    """How a child ended, negative for a signal, and what it and the children that it waited for used."""
+
+    status: int
+    cpu_s: float
+    max_rss_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
 
 class Reactor:
-    """Calls a function for each readable descriptor, and `on_child(pid, status)` for each child that ended."""
+    """Calls a function for each readable descriptor, and `on_child(pid, end)` for each child that ended."""
 
-    def __init__(self, on_child: Callable[[int, int], None]) -> None:
+    def __init__(self, on_child: Callable[[int, End], None]) -> None:
         self._on_child = on_child
         self._handlers: dict[int, Callable[[], None]] = {}
         self._poll = select.poll()
@@ -45,9 +60,10 @@ class Reactor:
         os.read(self._wakeup, 4096)
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, used = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            self._on_child(pid, status)
+            kibibytes = used.ru_maxrss  # getrusage(2)
+            self._on_child(pid, End(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, kibibytes * 1024))

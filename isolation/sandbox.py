@@ -1,6 +1,6 @@
 """The server's side of isolation: start the spawner, create sandboxes, run commands and verifiers in them.
 
-spawner = await Spawner.start(scratch=["/var/tmp/tbench2"], hide=["/opt/tasks"])
+spawner = await Spawner.start(SpawnerConfig("1", ("/var/tmp/tbench2",), hide=("/opt/tasks",)))
 sandbox = await spawner.create(SandboxSpec("episode-1"))
 process = sandbox.start(CommandSpec(...), (stdin, stdout, stderr))
 status = await process.wait()
@@ -9,9 +9,9 @@ await spawner.stop()
 """
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from tbench2_env.isolation import worktree
-from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, encode_checked, receive_descriptors
-from tbench2_env.isolation.spec import CommandSpec, Rung, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.aiochannel import AsyncChannel
+from tbench2_env.isolation.channel import ChannelClosed, close_all, receive_descriptors
+from tbench2_env.isolation.spec import CommandSpec, Host, Rung, SandboxSpec, SpawnerConfig, Usage
 
 #: Seconds that the spawner may take for one request. Its work takes milliseconds; this only ends a wait on a host that
 #: has stopped working.
@@ -39,9 +40,14 @@ import sys, types
 for name, path in (("tbench2_env", []), ("tbench2_env.isolation", [sys.argv[1]])):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = path
-from tbench2_env.isolation.spawner import main
+from tbench2_env.isolation.boot import main
 main(sys.argv[2:])
 """
+
+
+_SPAWNER_DIED = "the sandbox is dead: the spawner process died"
+#: A message from a helper and the descriptors that came with it.
+_Answer = tuple[dict[str, Any], list[int]]
 
 
 class SandboxError(Exception):
@@ -55,7 +61,7 @@ class IsolationUnavailable(SandboxError):
 class Process:
     """A command or verifier that was started in a sandbox."""
 
-    def __init__(self, channel: "_AsyncChannel", request: int) -> None:
+    def __init__(self, channel: AsyncChannel, request: int) -> None:
         self._channel, self._request = channel, request
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -66,62 +72,8 @@ class Process:
     def kill(self) -> None:
         """Kill it and everything it started; `wait` then answers."""
         if not self.exited.done():
-            with contextlib.suppress(SandboxError):  # with the helpers, all that they started is gone
+            with contextlib.suppress(ChannelClosed):  # with the helpers, all that they started is gone
                 self._channel.post({"id": 0, "op": "kill", "target": self._request})
-
-
-class _AsyncChannel:
-    """A channel on the event loop: never blocks; replies resolve futures, events resolve processes."""
-
-    def __init__(self, sock: socket.socket, spawner: "Spawner") -> None:
-        sock.setblocking(False)
-        self._channel, self._spawner = Channel(sock), spawner
-        self._loop = asyncio.get_running_loop()
-        self._unsent: collections.deque[tuple[dict[str, Any], list[int]]] = collections.deque()
-        self._loop.add_reader(sock.fileno(), self._receive)
-
-    def post(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send now, or as soon as the other side has read enough; the caller keeps its descriptors either way."""
-        try:
-            if not self._unsent:
-                self._channel.send(message, fds)
-                return
-            encode_checked(message, fds)  # refused now, not when its turn comes
-        except BlockingIOError:
-            self._loop.add_writer(self._channel.fileno(), self._send_more)
-        except (OSError, ChannelClosed) as error:
-            raise SandboxError("the sandbox is dead: the spawner process died") from error
-        self._unsent.append((message, [os.dup(fd) for fd in fds]))
-
-    def _send_more(self) -> None:
-        try:
-            while self._unsent:
-                self._channel.send(*self._unsent[0])
-                close_all(self._unsent.popleft()[1])
-            self._loop.remove_writer(self._channel.fileno())
-        except BlockingIOError:
-            pass
-        except (OSError, ChannelClosed):
-            self._spawner._lost()
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                self._spawner._message(*self._channel.receive())
-        except BlockingIOError:
-            pass
-        except ChannelClosed:
-            self._spawner._lost()
-
-    def close(self) -> None:
-        if self._channel.fileno() < 0:
-            return
-        self._loop.remove_reader(self._channel.fileno())
-        self._loop.remove_writer(self._channel.fileno())
-        for _, fds in self._unsent:
-            close_all(fds)
-        self._unsent.clear()
-        self._channel.sock.close()
 
 
 class Sandbox:
@@ -133,21 +85,23 @@ class Sandbox:
         self.verifier_folder = spawner.ground / "episodes" / spec.name / "verifier"
         #: A socket that listens in the episode's network, for whoever proxies for it; closed with the sandbox.
         self.listener: socket.socket | None = None
+        self._hits: dict[str, str] = {}
+        self._ended = Usage()
+        self._counts: dict[str, int] = {}
         #: Resolved with a sentence when the sandbox died by itself.
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def start(self, command: CommandSpec, fds: Sequence[int]) -> Process:
         """Start an agent's command; `fds` become its 0, 1, 2, ... Raises: SandboxError when the sandbox is dead."""
         self._check_alive()
-        return self._spawner._start_process(
-            self._spawner.launcher, {"op": "exec", "name": self.spec.name, "command": command.to_dict()}, fds
-        )
+        request = {"op": "exec", "name": self.spec.name, "command": command.to_dict()}
+        return self._spawner._start_process(self._spawner.launcher, request, fds, self)
 
     def start_verifier(self, command: CommandSpec, fds: Sequence[int], layer: str) -> Process:
         """Start a command that alone sees `layer`'s tests at /tests, and at /logs/verifier `verifier_folder`, empty."""
         self._check_alive()
         request = {"op": "verify", "name": self.spec.name, "command": command.to_dict(), "layer": layer}
-        return self._spawner._start_process(self._spawner.control, request, fds)
+        return self._spawner._start_process(self._spawner.control, request, fds, self)
 
     async def open_terminal(self, command: CommandSpec, fds: Sequence[int] = ()) -> tuple[Process, int]:
         """Start a command with a terminal of its own; answers with the process and the terminal's master.
@@ -165,11 +119,43 @@ class Sandbox:
         """Return if the sandbox is alive now. Raises: SandboxError saying what died."""
         self._check_alive()
         try:
-            await self._spawner._ask({"op": "check", "name": self.spec.name})
+            message, _ = await self._spawner._ask({"op": "check", "name": self.spec.name})
+            self._count_hits(message["hits"])
         except SandboxError as error:
             if not self.died.done():
                 self.died.set_result(str(error))
             raise
+
+    def take_hits(self) -> dict[str, str]:
+        """What limits were met since the last call without the sandbox being killed for it: a sentence for each."""
+        hits, self._hits = self._hits, {}
+        return hits
+
+    async def usage(self) -> Usage:
+        """Raises: SandboxError."""
+        message, _ = await self._spawner._ask({"op": "usage", "name": self.spec.name})
+        live = Usage(**message["usage"])
+        return dataclasses.replace(
+            live,
+            cpu_s=round(live.cpu_s if message["all_cpu"] else live.cpu_s + self._ended.cpu_s, 3),
+            memory_peak_bytes=max(live.memory_peak_bytes, self._ended.memory_peak_bytes),
+        )
+
+    def _command_ended(self, cpu_s: float, max_rss_bytes: int) -> None:
+        peak = max(self._ended.memory_peak_bytes, max_rss_bytes)
+        self._ended = Usage(cpu_s=self._ended.cpu_s + cpu_s, memory_peak_bytes=peak)
+
+    def _count_hits(self, counts: dict[str, int]) -> None:
+        """Of a cgroup, which counts how often it refused something."""
+        limits = self.spec.limits
+        if counts.get("memory", 0) > self._counts.get("memory", 0):
+            mib = (limits.memory_bytes or 0) >> 20
+            self._hits["memory"] = (
+                f"a process was killed at the episode's memory limit of {mib} MiB (environment.memory in task.toml)"
+            )
+        if counts.get("processes", 0) > self._counts.get("processes", 0):
+            self._hits["processes"] = f"the episode reached its limit of {limits.processes_max} processes and threads"
+        self._counts = counts
 
     async def destroy(self) -> None:
         """Kill all that runs in it and discard its worktree. A sandbox that is gone already is no error."""
@@ -211,7 +197,7 @@ async def _receive_descriptor(sock: socket.socket, process: Process) -> int:
 
 
 class Spawner:
-    """The running spawner and what it says of this host: `rung`, `signals_scoped`, `folder`, `layers`, `plan`, ...
+    """The running spawner and what it says of this host.
 
     `folder` is its scratch folder as the host sees it, `ground` the same with what is mounted in it. `layers` is a
     folder there in which the server makes one folder per task: `NAME/root` becomes a lower layer of worktrees,
@@ -221,32 +207,25 @@ class Spawner:
     def __init__(self, process: subprocess.Popen[bytes], config: SpawnerConfig) -> None:
         self._process, self._config = process, config
         self._requests = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[list[int]]] = {}
-        self._processes: dict[int, Process] = {}
+        self._answers: dict[int, asyncio.Future[_Answer]] = {}
+        self._processes: dict[int, tuple[Process, Sandbox | None]] = {}
         self._sandboxes: dict[str, Sandbox] = {}
         self._hello: asyncio.Future[tuple[dict[str, Any], list[int]]] = asyncio.get_running_loop().create_future()
         self._cleaners = concurrent.futures.ThreadPoolExecutor(2, "discard")
         self._ground_fd = -1
         self._gone = False
         self._undoing: set[asyncio.Task[None]] = set()
-        self.control: _AsyncChannel
-        self.launcher: _AsyncChannel
+        self.control: AsyncChannel
+        self.launcher: AsyncChannel
         self.rung: Rung
         self.folder: Path
         self.ground: Path
         self.layers: Path
-        self.signals_scoped = self.in_memory = False
-        self.plan: list[str] = []
-        self.hidden_mounts: list[str] = []
+        self.host: Host
 
     @classmethod
-    async def start(cls, *, rung: str, scratch: Sequence[str], hide: Sequence[str] = ()) -> Self:
-        """Start the spawner on the first scratch folder that works with `rung`.
-
-        `hide` are host paths that no episode may see, besides those outside the system folders.
-        Raises: IsolationUnavailable.
-        """
-        config = SpawnerConfig(rung, tuple(scratch), tuple(hide))
+    async def start(cls, config: SpawnerConfig) -> Self:
+        """Start the spawner on the first scratch folder that works with the rung. Raises: IsolationUnavailable."""
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         theirs = [pair[1].fileno() for pair in pairs]
         arguments = [str(Path(__file__).parent), json.dumps(config.to_dict()), *map(str, theirs)]
@@ -255,7 +234,7 @@ class Spawner:
             pass_fds=theirs, stdin=subprocess.DEVNULL, env={}, cwd="/",
         )  # fmt: skip
         self = cls(process, config)
-        self.control, self.launcher = (_AsyncChannel(pair[0], self) for pair in pairs)
+        self.control, self.launcher = (AsyncChannel(pair[0], self._message, self._lost) for pair in pairs)
         for pair in pairs:
             pair[1].close()
         await self._greet()
@@ -269,9 +248,7 @@ class Spawner:
         except BaseException:
             await self.stop()
             raise
-        self.rung, self.folder = Rung.from_dict(hello["hello"]), Path(hello["folder"])
-        self.signals_scoped, self.in_memory = hello["signals_scoped"], hello["in_memory"]
-        self.plan, self.hidden_mounts = hello["plan"], hello["hidden_mounts"]
+        self.rung, self.folder, self.host = Rung.from_dict(hello["hello"]), Path(hello["folder"]), Host(**hello["host"])
         self._ground_fd = fds[0]
         # The spawner's mount namespace is not ours; a path through the descriptor leads into it.
         self.ground = Path(f"/proc/self/fd/{self._ground_fd}")
@@ -301,7 +278,7 @@ class Spawner:
         sandbox = self._sandboxes[spec.name] = Sandbox(self, spec)
         creation = asyncio.ensure_future(self._ask({"op": "create", "spec": spec.to_dict()}))
         try:
-            sandbox.take_listener(await asyncio.shield(creation))
+            sandbox.take_listener((await asyncio.shield(creation))[1])
         except asyncio.CancelledError:
             # The spawner is at it already: let it finish, then undo it.
             creation.add_done_callback(lambda done: self._undo(sandbox, done))
@@ -312,9 +289,9 @@ class Spawner:
             raise
         return sandbox
 
-    def _undo(self, sandbox: Sandbox, creation: "asyncio.Future[list[int]]") -> None:
+    def _undo(self, sandbox: Sandbox, creation: "asyncio.Future[_Answer]") -> None:
         if creation.exception() is None:
-            sandbox.take_listener(creation.result())
+            sandbox.take_listener(creation.result()[1])
             self._undoing.add(task := asyncio.ensure_future(self._destroy(sandbox)))
             task.add_done_callback(self._undoing.discard)
         else:
@@ -336,7 +313,7 @@ class Spawner:
             self._ground_fd = -1
 
     # ------------------------------------------------------------ requests
-    async def _ask(self, message: dict[str, Any]) -> list[int]:
+    async def _ask(self, message: dict[str, Any]) -> "_Answer":
         request = next(self._requests)
         answer = self._answers[request] = asyncio.get_running_loop().create_future()
         try:
@@ -344,17 +321,23 @@ class Spawner:
             return await asyncio.wait_for(answer, REQUEST_TIMEOUT_S)
         except TimeoutError:
             raise SandboxError(f"the spawner did not {message['op']} within {REQUEST_TIMEOUT_S:g} s") from None
+        except ChannelClosed:
+            raise SandboxError(_SPAWNER_DIED) from None
         finally:
             self._answers.pop(request, None)
 
-    def _start_process(self, channel: _AsyncChannel, message: dict[str, Any], fds: Sequence[int]) -> Process:
+    def _start_process(
+        self, channel: AsyncChannel, message: dict[str, Any], fds: Sequence[int], sandbox: Sandbox | None = None
+    ) -> Process:
         request = next(self._requests)
-        process = self._processes[request] = Process(channel, request)
+        process = Process(channel, request)
         try:
             channel.post({"id": request, **message}, fds)
-        except (SandboxError, ValueError) as error:
-            del self._processes[request]
+        except ChannelClosed:
+            raise SandboxError(_SPAWNER_DIED) from None
+        except ValueError as error:
             raise SandboxError(str(error)) from error
+        self._processes[request] = (process, sandbox)
         return process
 
     async def _destroy(self, sandbox: Sandbox) -> None:
@@ -385,41 +368,46 @@ class Spawner:
     def _message(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
             case {"id": request, "ok": True}:
-                self._resolve(self._answers.get(request), fds)
-            case {"event": "exit", "id": request, "status": status}:
-                self._process_ended(request, status)
+                self._resolve(self._answers.get(request), (message, fds))
+            case {"event": "exit", "id": request}:
+                self._process_ended(request, message)
             case {"event": "failed", "id": request, "error": error} | {"id": request, "error": error}:
                 self._request_failed(request, SandboxError(error))
-            case {"event": "died", "name": name}:
-                self._sandbox_died(name)
+            case {"event": "died", "name": name, "reason": reason}:
+                self._sandbox_died(name, reason)
+            case {"event": "hit", "name": name, "limit": limit, "text": text}:
+                if name in self._sandboxes:
+                    self._sandboxes[name]._hits[limit] = text
             case _:
                 self._hello.set_result((message, fds))
 
-    def _resolve(self, future: "asyncio.Future[list[int]] | None", result: list[int] | Exception) -> None:
+    def _resolve(self, future: "asyncio.Future[_Answer] | None", result: "_Answer | Exception") -> None:
         if future is None or future.done():
-            if isinstance(result, list):
-                close_all(result)
-        elif isinstance(result, list):
+            if isinstance(result, tuple):
+                close_all(result[1])
+        elif isinstance(result, tuple):
             future.set_result(result)
         else:
             future.set_exception(result)
 
-    def _process_ended(self, request: int, status: int) -> None:
-        process = self._processes.pop(request, None)
+    def _process_ended(self, request: int, end: dict[str, Any]) -> None:
+        process, sandbox = self._processes.pop(request, (None, None))
+        if sandbox is not None:
+            sandbox._command_ended(end["cpu_s"], end["max_rss_bytes"])
         if process is not None and not process.exited.done():
-            process.exited.set_result(status)
+            process.exited.set_result(end["status"])
 
     def _request_failed(self, request: int, error: SandboxError) -> None:
         self._resolve(self._answers.get(request), error)
-        process = self._processes.pop(request, None)
+        process, _ = self._processes.pop(request, (None, None))
         if process is not None and not process.exited.done():
             process.exited.set_exception(error)
             process.exited.exception()  # nobody need be waiting for it
 
-    def _sandbox_died(self, name: str) -> None:
+    def _sandbox_died(self, name: str, reason: str) -> None:
         sandbox = self._sandboxes.pop(name, None)
         if sandbox is not None and not sandbox.died.done():
-            sandbox.died.set_result("the sandbox is dead: its PID 1 was killed")
+            sandbox.died.set_result(f"the sandbox is dead: {reason}")
         self._delete(name)
 
     def _lost(self) -> None:
@@ -427,7 +415,7 @@ class Spawner:
         self._gone = True
         self.control.close()
         self.launcher.close()
-        error = SandboxError("the sandbox is dead: the spawner process died")
+        error = SandboxError(_SPAWNER_DIED)
         if not self._hello.done():
             self._hello.set_exception(IsolationUnavailable("the spawner process died at its start"))
         for answer in self._answers.values():

@@ -10,52 +10,62 @@ agents' commands; the spawner hands the launcher each new episode's descriptors 
 
 When the server is gone its channel closes, the spawner kills every episode, removes its scratch folder and ends; when
 the spawner is gone, PDEATHSIG takes the launcher and every episode's PID 1, and with it all that is inside.
-
-Started by `sandbox.Spawner` as `python -I -S -c ...` (lean imports make each fork cheap).
+A third helper, the warden, watches what episodes use; it tells the spawner why it kills one. `boot` starts all three.
 """
 
 import contextlib
-import fcntl
-import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-from tbench2_env.isolation import capabilities, init, launcher, mounts, probe, processes, userns, worktree
+from tbench2_env.isolation import (
+    capabilities,
+    init,
+    launcher,
+    mounts,
+    probe,
+    processes,
+    userns,
+    worktree,
+)  # fmt: skip
 from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, receive_descriptors
-from tbench2_env.isolation.reactor import Reactor
-from tbench2_env.isolation.spec import RUNGS, CommandSpec, Network, SandboxSpec, SpawnerConfig, encode
+from tbench2_env.isolation.provisions import Provision, Provisions, take_place
+from tbench2_env.isolation.reactor import End, Reactor
+from tbench2_env.isolation.spec import CommandSpec, Network, SandboxSpec, encode
 
 #: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
 _LAST_CLEANING_S = 3
 #: Seconds to wait for killed episodes at the end; a process stuck in the kernel dies later.
 _LAST_REAPING_S = 2.0
-#: The last argument of a spawner that is in its own user namespace.
-_ENTERED = "entered"
 
 
 @dataclass
 class Episode:
     """A sandbox as the spawner knows it. `pid` is its PID 1, in the host's numbering."""
 
-    name: str
+    spec: SandboxSpec
     pid: int
     pidfd: int
     created_by: int
+    provision: Provision
     channel: socket.socket | None = None
-    own_network: bool = False
     destroyed_by: int | None = None
+    #: Why it was killed, if the warden did it.
+    reason: str = "its PID 1 was killed"
     proc: int = -1
     #: Inode of the namespace, of the kind that tells agents from verifiers here, that the agent's processes live in.
     agents: int = -1
     verifiers: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
 
 @dataclass(frozen=True)
@@ -64,16 +74,28 @@ class Verifier:
     episode: Episode
 
 
+@dataclass(frozen=True)
+class Helpers:
+    """Channels to the two other helpers, and the process ids of both."""
+
+    launcher: Channel
+    warden: Channel
+    pids: tuple[int, ...]
+
+
 class Spawner:
     """State: episodes by name, running verifiers by process id."""
 
-    def __init__(self, server: Channel, to_launcher: Channel, ground: worktree.Ground) -> None:
-        self.server, self.launcher, self.ground = server, to_launcher, ground
+    def __init__(self, server: Channel, helpers: "Helpers", ground: worktree.Ground, provisions: Provisions) -> None:
+        self.server, self.ground, self.provisions = server, ground, provisions
+        self.launcher, self.warden, self.helpers = helpers.launcher, helpers.warden, helpers.pids
         self.pause = init.pause_descriptor()
         self.episodes: dict[str, Episode] = {}
         self.verifiers: dict[int, Verifier] = {}
+        self._asked_for_usage: dict[int, Episode] = {}
         self.reactor = Reactor(on_child=self._child_ended)
         self.reactor.watch(server.fileno(), self._request)
+        self.reactor.watch(self.warden.fileno(), self._warden_said)
 
     def run(self) -> None:
         """Serve until the server is gone, then leave nothing behind."""
@@ -84,13 +106,19 @@ class Spawner:
 
     def _say_hello(self) -> None:
         root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        plan = mounts.sandbox_plan(self.ground.rung, SandboxSpec("", network=Network.PRIVATE))
         hello = {
             "hello": self.ground.rung.to_dict(),
             "folder": self.ground.folder,
-            "in_memory": self.ground.in_memory,
-            "plan": mounts.describe(mounts.sandbox_plan(self.ground.rung, SandboxSpec("", network=Network.PRIVATE))),
-            "hidden_mounts": probe.hidden_mounts(),
-            "signals_scoped": launcher.signals_scoped(),
+            "host": {
+                "plan": mounts.describe(
+                    mounts.sandbox_plan(self.ground.rung, SandboxSpec("", network=Network.PRIVATE))
+                ),
+                "hidden_mounts": probe.hidden_mounts(),
+                "signals_scoped": launcher.signals_scoped(),
+                "in_memory": self.ground.in_memory,
+                **self.provisions.describe(),
+            },
         }
         self.server.send(hello, [root])
         os.close(root)
@@ -111,6 +139,14 @@ class Spawner:
     # ------------------------------------------------------------ create
     def _create(self, message: dict[str, Any], fds: list[int]) -> None:
         spec = SandboxSpec.from_dict(message["spec"])
+        provision = self.provisions.give(spec)
+        try:
+            self._start_init(message["id"], spec, provision)
+        except OSError:
+            self.provisions.take_back(spec.name, provision)
+            raise
+
+    def _start_init(self, request: int, spec: SandboxSpec, provision: Provision) -> None:
         worktree_mounts = worktree.create(self.ground, spec)
         sysfs = worktree.open_sysfs("sysfs")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,21 +154,24 @@ class Spawner:
             pid, pidfd = sc.clone(self._new_namespaces(spec))
             if pid == 0:
                 ours.close()
-                init.run(spec, self.ground.rung, init.Inside(theirs, worktree_mounts, sysfs, self.pause))
+                inside = init.Inside(theirs, provision.joins, worktree_mounts, sysfs, self.pause)
+                init.run(spec, self.ground.rung, inside)
         except OSError:
             worktree.discard(self.ground, spec.name)
             raise
         finally:
             close_all([sysfs, *(fd for fd, _ in worktree_mounts)])
             theirs.close()
-        episode = Episode(spec.name, pid, pidfd, message["id"], ours, spec.network is not Network.HOST)
+        episode = Episode(spec, pid, pidfd, request, provision, ours)
         self.episodes[spec.name] = episode
         self.reactor.watch(ours.fileno(), lambda: self._init_answered(episode))
         # If it dies before it has answered, its channel says so.
-        with contextlib.suppress(OSError):
+        try:
             if self.ground.rung.user_namespaces:
                 userns.write_maps("/proc", pid, self.ground.rung.map_line)
-            ours.send(encode({}))
+            ours.send(encode(self.provisions.connect(provision, spec, pid)))
+        except OSError as error:
+            self._creation_failed(episode, error)
 
     def _new_namespaces(self, spec: SandboxSpec) -> int:
         flags = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
@@ -154,14 +193,17 @@ class Spawner:
             listener = [handed_out.pop("listener")] if "listener" in handed_out else []
             self._announce(episode, handed_out)
         except OSError as error:
-            # PID 1 is gone or going; its end is not the death of an episode that anybody has.
-            self._forget_channel(episode)
-            self._signal_init(episode)
-            self._discard(episode)
-            self._answer(episode.created_by, error=f"cannot set up the sandbox: {error}")
+            self._creation_failed(episode, error)
             return
         self._answer(episode.created_by, fds=listener)
         close_all(listener)
+
+    def _creation_failed(self, episode: Episode, error: OSError) -> None:
+        """PID 1 is gone or going; its end is not the death of an episode that anybody has."""
+        self._forget_channel(episode)
+        self._signal_init(episode)
+        self._discard(episode)
+        self._answer(episode.created_by, error=f"cannot set up the sandbox: {error.strerror or error}")
 
     def _announce(self, episode: Episode, handed_out: dict[str, int]) -> None:
         """Hand the launcher the descriptors of a new episode's namespaces."""
@@ -172,13 +214,15 @@ class Spawner:
             episode.agents = os.fstat(opened["user" if self.ground.rung.user_namespaces else "mnt"]).st_ino
             descriptors = {**opened, "proc": episode.proc}
             message = {"op": "add", "name": episode.name, "descriptors": list(descriptors)}
-            self.launcher.send(message, list(descriptors.values()))
+            message["cpus"] = sorted(episode.provision.cpus)
+            self.launcher.send(message, [*descriptors.values(), *episode.provision.joins])
+            self.provisions.watch(episode.spec, episode.proc, episode.pidfd)
         finally:
             close_all(list(opened.values()))
 
     def _kinds(self, episode: Episode) -> list[str]:
         """The namespaces of the episode that whoever enters it joins, besides the user namespace."""
-        return ["pid", "mnt", "ipc", "uts", *(["net"] if episode.own_network else [])]
+        return ["pid", "mnt", "ipc", "uts", *([] if episode.spec.network is Network.HOST else ["net"])]
 
     def _forget_channel(self, episode: Episode) -> None:
         if episode.channel is not None:
@@ -203,7 +247,7 @@ class Spawner:
                 commands.become(
                     command,
                     fds,
-                    self._enter_as_verifier(opened, tests, logs),
+                    self._enter_as_verifier(episode, opened, tests, logs),
                     lambda reason: self._failed(request, reason),
                 )
             self.verifiers[pid] = Verifier(message["id"], episode)
@@ -211,8 +255,9 @@ class Spawner:
         finally:
             close_all([tests, logs, *opened.values()])
 
-    def _enter_as_verifier(self, opened: dict[str, int], tests: int, logs: int) -> Callable[[], None]:
+    def _enter_as_verifier(self, episode: Episode, opened: dict[str, int], tests: int, logs: int) -> Callable[[], None]:
         def enter() -> None:
+            take_place(episode.provision.joins, sorted(episode.provision.cpus))
             sc.setns(opened["mnt"], sc.CLONE_NEWNS)
             # Still outside the episode's user namespace: with these mounts made inside it, root there remounted
             # /tests read-write and changed the pristine files.
@@ -261,8 +306,10 @@ class Spawner:
         """Whether the episode lives: asked when a command was killed, which is heard of before its PID 1's end."""
         episode = self._episode(message["name"])
         if processes.is_exiting(episode.pid):
-            raise ValueError("the sandbox is dead: its PID 1 was killed")
-        self._answer(message["id"])
+            self._listen_to_warden()
+            raise ValueError(f"the sandbox is dead: {episode.reason}")
+        leaf = episode.provision.leaf
+        self.server.send({"id": message["id"], "ok": True, "hits": {} if leaf is None else leaf.hits()})
 
     def _kill_init(self, episode: Episode) -> None:
         """Killing PID 1 kills all of its namespace. The launcher's descriptors would keep the namespaces alive."""
@@ -278,33 +325,31 @@ class Spawner:
 
     def _episode(self, name: str) -> Episode:
         if name not in self.episodes:
-            raise ValueError(f"there is no sandbox {name!r} any more: its PID 1 was killed")
+            raise ValueError(f"there is no sandbox {name!r} any more")
         return self.episodes[name]
 
-    def _child_ended(self, pid: int, status: int) -> None:
+    def _child_ended(self, pid: int, end: End) -> None:
         verifier = self.verifiers.pop(pid, None)
         if verifier is not None:
             verifier.episode.verifiers.discard(pid)
             # Not while another runs, which would be killed, too; its own end cleans up.
             if verifier.episode.name in self.episodes and not verifier.episode.verifiers:
                 self._kill_verifier(verifier.episode)
-            code = os.waitstatus_to_exitcode(status)
-            self.server.send({"event": "exit", "id": verifier.request, "status": code})
+            self.server.send({"event": "exit", "id": verifier.request, **end.to_dict()})
             return
         episode = next((one for one in self.episodes.values() if one.pid == pid), None)
         if episode is not None and episode.channel is None:
             self._init_ended(episode)
-        elif pid == self.launcher_pid:
-            # Without it nothing can be run any more: end, and say so by ending.
+        elif pid in self.helpers:
+            # Without it nothing can be run, or held to its limits, any more: end, and say so by ending.
             raise ChannelClosed
-
-    launcher_pid = -1
 
     def _init_ended(self, episode: Episode) -> None:
         if episode.destroyed_by is None:
+            self._listen_to_warden()
             self._drop(episode)
             self._discard(episode)  # before the news: the server then deletes what was renamed away
-            self.server.send({"event": "died", "name": episode.name})
+            self.server.send({"event": "died", "name": episode.name, "reason": episode.reason})
             return
         self._discard(episode)
         self._answer(episode.destroyed_by)
@@ -313,84 +358,54 @@ class Spawner:
         self.episodes.pop(episode.name, None)
         close_all([fd for fd in (episode.pidfd, episode.proc) if fd >= 0])
         worktree.discard(self.ground, episode.name)
+        self.provisions.take_back(episode.name, episode.provision)
+
+    # ------------------------------------------------------------ limits
+    def _usage(self, message: dict[str, Any], fds: list[int]) -> None:
+        episode = self._episode(message["name"])
+        self._asked_for_usage[message["id"]] = episode
+        self.warden.send({"op": "usage", "id": message["id"], "name": episode.name})
+
+    def _answer_usage(self, message: dict[str, Any]) -> None:
+        """What the warden saw, and what the kernel knows better."""
+        episode = self._asked_for_usage.pop(message["id"])
+        counted = self.provisions.count(episode.name, episode.provision)
+        usage = {**(message["usage"] or {}), **counted}
+        self.server.send({"id": message["id"], "ok": True, "usage": usage, "all_cpu": "cpu_s" in counted})
+
+    def _warden_said(self) -> None:
+        message, _ = self.warden.receive()
+        if message["event"] == "usage":
+            self._answer_usage(message)
+            return
+        episode = self.episodes.get(message["name"])
+        if episode is not None and message["event"] == "exceeded":
+            episode.reason = message["text"]
+        elif episode is not None:
+            self.server.send(message)
+
+    def _listen_to_warden(self) -> None:
+        """It says why it kills before it does."""
+        self.warden.sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._warden_said()
+        self.warden.sock.setblocking(True)
 
     def _end_everything(self) -> None:
         # Whoever would hear is gone or going.
         self.server.mute()
         self.launcher.mute()
+        self.warden.mute()
         for episode in list(self.episodes.values()):
             self._kill_init(episode)
         self.reactor.forget(self.server.fileno())
-        self.launcher_pid = -1
+        self.reactor.forget(self.warden.fileno())
+        self.helpers = ()
         deadline = time.monotonic() + _LAST_REAPING_S
         while self.episodes and time.monotonic() < deadline:
             self.reactor.turn(50)
         signal.signal(signal.SIGALRM, lambda number, frame: os._exit(0))
         signal.alarm(_LAST_CLEANING_S)
+        self.provisions.close()
         worktree.demolish(self.ground.folder)
-
-
-def _own_socket(fd: str) -> Channel:
-    """The inherited socket, moved out of the low numbers that commands take."""
-    high = fcntl.fcntl(int(fd), fcntl.F_DUPFD_CLOEXEC, commands.FIRST_PRIVATE_FD)
-    os.close(int(fd))
-    return Channel(socket.socket(fileno=high))
-
-
-def _harden() -> None:
-    """Nobody below may look into the helpers; orphans of episodes come here; the terminal's signals do not."""
-    sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
-    sc.prctl(sc.PR_SET_DUMPABLE, 0)
-    os.setsid()
-    sc.leave_session_keyring()
-    # An ignored signal stays ignored across exec, and bash cannot undo that: commands must get none of those that
-    # Python ignores or that the server was started with (nohup, a script's `&`). What the helpers ignore, they catch.
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, signal.SIG_DFL)
-    sc.restore_thread_signals()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, lambda number, frame: None)
-
-
-def _start_again_in_own_user_namespace(server: int) -> NoReturn:
-    """By exec, because the /proc files of an undumpable process belong to the namespace that it was executed in."""
-    try:
-        probe.enter_own_user_namespace()
-        os.execve(sys.executable, [*sys.orig_argv, _ENTERED], {})
-    except OSError as error:
-        _refuse(Channel(socket.socket(fileno=server)), error)
-
-
-def _refuse(server: Channel, error: OSError) -> NoReturn:
-    with contextlib.suppress(ChannelClosed):
-        server.send({"error": error.strerror or str(error)})
-    sys.exit(1)
-
-
-def main(arguments: list[str]) -> None:
-    """`arguments`: the config as JSON, and the numbers of the sockets to the server for spawner and launcher."""
-    config = SpawnerConfig.from_dict(json.loads(arguments[0]))
-    if RUNGS[config.rung].by_folder and arguments[-1] != _ENTERED:
-        _start_again_in_own_user_namespace(int(arguments[1]))
-    server, launcher_server = _own_socket(arguments[1]), _own_socket(arguments[2])
-    _harden()
-    try:
-        ground = probe.choose_ground(config)
-    except OSError as error:
-        _refuse(server, error)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        server.sock.close()
-        launcher.main(launcher_server, _high(theirs), ground.rung)
-    theirs.close()
-    launcher_server.sock.close()
-    spawner = Spawner(server, _high(ours), ground)
-    spawner.launcher_pid = pid
-    spawner.run()
-
-
-def _high(sock: socket.socket) -> Channel:
-    return _own_socket(str(sock.detach()))

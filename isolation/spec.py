@@ -191,11 +191,47 @@ class CommandSpec(_Data):
 
 @dataclass(frozen=True)
 class SpawnerConfig(_Data):
-    """What the spawner is started with: a rung, candidates for the scratch folder, best first, host paths to hide."""
+    """What the spawner is started with: a rung, candidates for the scratch folder and for the ways out of episodes'
+    networks, best first, and host paths to hide."""
 
     rung: str
     scratch: tuple[str, ...]
-    hide: tuple[str, ...]
+    hide: tuple[str, ...] = ()
+    egress: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an episode has used so far, all its processes together; the peaks are of what was looked at.
+
+    `cpu_s` leaves out processes that nobody waited for, unless a cgroup counts. `storage_bytes` and `files` are what
+    its worktree holds.
+    """
+
+    memory_peak_bytes: int = 0
+    cpu_s: float = 0.0
+    processes_peak: int = 0
+    storage_bytes: int = 0
+    files: int = 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the spawner found out about this host, for people to read.
+
+    `plan` is the mount plan of an episode, `enforcement` how each limit is kept, `egress` the way out of episodes'
+    networks, if there is one, and `egress_refusals` why others are not to be had.
+    """
+
+    plan: list[str]
+    hidden_mounts: list[str]
+    signals_scoped: bool
+    in_memory: bool
+    enforcement: dict[str, str]
+    no_cgroups: str
+    egress: str | None
+    egress_lacks: list[str]
+    egress_refusals: dict[str, str]
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -54,12 +54,12 @@ class Storage:
         """Whether a walk is under way, or one should begin."""
         if self._walk is not None:
             return True
-        if not self.touched or (self._size_max is None and self._files_max is None):
+        if self._size_max is None and self._files_max is None:
             return False
         rested_s = time.monotonic() - self._ended_at
         if self._may_be_exceeded():
             return rested_s >= _REST_FACTOR * self._took_s
-        return rested_s >= max(_REST_UNSEEN_S, _REST_FACTOR_UNSEEN * self._took_s)
+        return self.touched and rested_s >= max(_REST_UNSEEN_S, _REST_FACTOR_UNSEEN * self._took_s)
 
     def _may_be_exceeded(self) -> bool:
         size, files = self._drained

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tbench2_env.isolation.sandbox import IsolationUnavailable, Process, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import CommandSpec, Network, SandboxSpec
+from tbench2_env.isolation.spec import CommandSpec, Network, SandboxSpec, SpawnerConfig
 
 _NAME = "trial-episode"
 _ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
@@ -22,25 +22,23 @@ _VERIFIER = f"""set -e
 echo 1 >/logs/verifier/reward.txt"""
 
 
-async def start_best(
-    rungs: Sequence[str], scratch: Sequence[str], hide: Sequence[str]
-) -> tuple[Spawner, dict[str, str]]:
-    """Start a spawner on the first of `rungs` that passes the trial; answers with why those before it did not.
+async def start_best(configs: Sequence[SpawnerConfig]) -> tuple[Spawner, dict[str, str]]:
+    """Start a spawner on the first rung that passes the trial; answers with why those before it did not.
 
     Raises: IsolationUnavailable with a paragraph that says of each rung which call was refused and what frees it.
     """
     refusals: dict[str, str] = {}
-    for rung in rungs:
+    for config in configs:
         try:
-            return await start(rung, scratch, hide), refusals
+            return await start(config), refusals
         except SandboxError as error:
-            refusals[rung] = str(error)
+            refusals[config.rung] = str(error)
     raise IsolationUnavailable("this host cannot isolate episodes. " + _paragraph(refusals))
 
 
-async def start(rung: str, scratch: Sequence[str], hide: Sequence[str]) -> Spawner:
-    """Start a spawner on `rung` and try it. Raises: SandboxError saying what does not work."""
-    spawner = await Spawner.start(rung=rung, scratch=scratch, hide=hide)
+async def start(config: SpawnerConfig) -> Spawner:
+    """Start a spawner and try it. Raises: SandboxError saying what does not work."""
+    spawner = await Spawner.start(config)
     try:
         await run(spawner)
     except BaseException:

@@ -4,13 +4,12 @@ It looks at each episode every fifth of a second, through a descriptor of the ep
 exceeds a limit by the pidfd of its PID 1, having told the spawner first.
 
     from the spawner  {"op": "add", "name", "limits", "kills_at_processes_max"} + [proc, pidfd of PID 1], {"op": "drop",
-                      "name"}, {"op": "spent", "name", "cpu_s", "max_rss_bytes"} of a command that ended,
-                      {"op": "usage", "id", "name"}
+                      "name"}, {"op": "usage", "id", "name"}
     to the spawner    {"event": "exceeded" | "hit", "name", "limit", "text"}, {"event": "usage", "id", "usage"}
     limits            as `spec.Limits`; None for those that a cgroup enforces
     limit             "memory" | "storage" | "files" | "processes"
-    usage             {"memory_peak_bytes", "cpu_s", "processes_peak", "storage_bytes", "files"}, or None when there is
-                      no such episode
+    usage             {"memory_peak_bytes", "cpu_s" of live processes, "processes_peak", "storage_bytes", "files"}, or
+                      None when there is no such episode
 """
 
 import contextlib
@@ -52,7 +51,6 @@ class Episode:
     storage: Storage
     memory: Memory = field(init=False)
     processes_peak: int = 1
-    spent_cpu_s: float = 0.0
     hit_at: float = -_HIT_EVERY_S
     killed: bool = False
 
@@ -76,7 +74,7 @@ class Warden:
 
     def run(self) -> None:
         """Serve until the spawner is gone. Raises: ChannelClosed."""
-        reactor = Reactor(on_child=lambda pid, status: None)
+        reactor = Reactor(on_child=lambda pid, end: None)
         reactor.watch(self.spawner.fileno(), self._message)
         next_look = 0.0
         while True:
@@ -97,8 +95,7 @@ class Warden:
             usage = None if episode is None else self._usage(episode)
             self.spawner.send({"event": "usage", "id": message["id"], "usage": usage})
         elif message["name"] in self.episodes:
-            operation = {"drop": self._drop, "spent": self._spent}[message["op"]]
-            operation(message)
+            self.episodes.pop(message["name"]).close()
 
     def _add(self, message: dict[str, Any], proc: int, pidfd: int) -> None:
         name, limits = message["name"], Limits.from_dict(message["limits"])
@@ -108,17 +105,8 @@ class Warden:
             close_all([proc, pidfd])
             return
         os.close(proc)
-        storage = Storage(f"episodes/{name}/upper", limits, self.drain)
+        storage = Storage(f"episodes/{name}", limits, self.drain)
         self.episodes[name] = Episode(name, limits, message["kills_at_processes_max"], pidfd, gauge, storage)
-
-    def _drop(self, message: dict[str, Any]) -> None:
-        self.episodes.pop(message["name"]).close()
-
-    def _spent(self, message: dict[str, Any]) -> None:
-        episode = self.episodes[message["name"]]
-        episode.spent_cpu_s += message["cpu_s"]
-        episode.memory.peak = max(episode.memory.peak, message["max_rss_bytes"])
-        episode.storage.touched = True
 
     def _usage(self, episode: Episode) -> dict[str, float]:
         if not episode.killed:
@@ -126,7 +114,7 @@ class Warden:
             episode.storage.refresh()
         return {
             "memory_peak_bytes": episode.memory.peak,
-            "cpu_s": round(episode.spent_cpu_s + episode.gauge.cpu_s(), 3),
+            "cpu_s": round(episode.gauge.cpu_s(), 3),
             "processes_peak": episode.processes_peak,
             "storage_bytes": episode.storage.size,
             "files": episode.storage.files,

@@ -8,15 +8,13 @@ from typing import Any
 import structlog
 
 from tbench2_env.isolation import probe, trial
-from tbench2_env.isolation.sandbox import Spawner
-from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS
+from tbench2_env.isolation.sandbox import IsolationUnavailable, Spawner
+from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, SpawnerConfig
+from tbench2_env.server import networks
 from tbench2_env.server.settings import Settings
 from tbench2_env.server.snapshots import Ground, Snapshots
 
 log = structlog.get_logger()
-
-#: Processes of one episode, all its users together: enough for a wide build, too few for a fork bomb to hurt.
-PROCESSES_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -25,23 +23,34 @@ class Engine:
 
     spawner: Spawner
     snapshots: Snapshots
+    settings: Settings
 
     def describe_isolation(self) -> dict[str, Any]:
-        """What `info.isolation` of a reset says."""
-        rung = self.spawner.rung
+        """What `info.isolation` of a reset says of this host; an episode adds its limits."""
+        rung, host = self.spawner.rung, self.spawner.host
         return {
             "rung": rung.name,
             "title": rung.title,
             "worktree": "copy-on-write over " + ", ".join(sorted(f"/{name}" for name in SYSTEM_FOLDERS)),
             "private": ["/" + path for path in PRIVATE_FOLDERS] + ["processes", "ipc", "hostname", "/dev/shm"],
-            "network": "host: ports are shared with the host and with other episodes",
+            "scratch": f"{self.spawner.folder.parent} ({'memory' if host.in_memory else 'disk'})",
+            "network": networks.describe(self.settings, host),
             "verifier": {
-                "user_namespace": "its own, outside the agent's",
-                "signals_scoped": self.spawner.signals_scoped,
+                "user_namespace": "its own, outside the agent's" if rung.user_namespaces else None,
+                "signals_scoped": host.signals_scoped,
             },
-            "processes_max": PROCESSES_MAX if rung.caps_processes else None,
-            "lacks": list(rung.lacks),
+            "lacks": self.lacks(),
         }
+
+    def lacks(self) -> list[str]:
+        """What this host cannot give, a sentence each."""
+        host, found = self.spawner.host, list(self.spawner.rung.lacks)
+        if not host.signals_scoped:
+            found.append("an agent may signal a verifier: landlock's scopes are missing (Linux 6.12, landlock in lsm=)")
+        found += [f"what is mounted on {path} is not in worktrees" for path in host.hidden_mounts]
+        if self.settings.network == "host":
+            found.append("ports are shared with the host, and its services are within reach (TB2_NETWORK=host)")
+        return found
 
 
 class Engines:
@@ -83,13 +92,23 @@ class Engines:
 
 async def _start(settings: Settings) -> Engine:
     """Start a spawner on the best rung of the ladder that a trial episode proves. Raises: IsolationUnavailable."""
-    hide = hidden_paths(settings)
-    rungs = probe.candidate_rungs() if settings.isolation == "auto" else [settings.isolation]
-    spawner, refusals = await trial.start_best(rungs, settings.scratch_candidates, hide)
+    spawner, refusals = await trial.start_best(configs(settings))
     for refused, reason in refusals.items():
         log.info("a better rung is not to be had", rung=refused, reason=reason)
+    if settings.network == "egress" and spawner.host.egress is None:
+        refused = "; ".join(f"{name}: {reason}" for name, reason in spawner.host.egress_refusals.items())
+        await spawner.stop()
+        raise IsolationUnavailable(f"TB2_NETWORK=egress: no way out but a proxy (TB2_NETWORK=auto takes it): {refused}")
     log.info("isolation works", rung=spawner.rung.name, title=spawner.rung.title, scratch=str(spawner.folder))
-    return Engine(spawner, Snapshots(Ground(spawner.layers, spawner.rung, tuple(hide)), settings.task_workdir))
+    ground = Ground(spawner.layers, spawner.rung, tuple(hidden_paths(settings)))
+    return Engine(spawner, Snapshots(ground, settings.task_workdir), settings)
+
+
+def configs(settings: Settings) -> list[SpawnerConfig]:
+    """What to try to start the spawner with, best first."""
+    rungs = probe.candidate_rungs() if settings.isolation == "auto" else [settings.isolation]
+    scratch, hide = tuple(settings.scratch_candidates), tuple(hidden_paths(settings))
+    return [SpawnerConfig(rung, scratch, hide, networks.egress_candidates(settings)) for rung in rungs]
 
 
 def hidden_paths(settings: Settings) -> list[str]:

@@ -2,22 +2,23 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime
 import signal
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import structlog
 
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError
-from tbench2_env.isolation.spec import CommandSpec, Limits, SandboxSpec
+from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
 from tbench2_env.server import actions, shell, verifier
 from tbench2_env.server.actions import BadAction
+from tbench2_env.server.allotment import Allotment, close_sandbox, open_sandbox
 from tbench2_env.server.ending import End, EpisodeBusy, EpisodeEnded
-from tbench2_env.server.engine import PROCESSES_MAX, Engine
+from tbench2_env.server.engine import Engine
 from tbench2_env.server.pool import Slot
 from tbench2_env.server.registry import Ended
 from tbench2_env.server.runs import Run
@@ -40,7 +41,8 @@ class Episode:
 
     def __init__(self, services: Services, task: Task, snapshot: Snapshot, engine: Engine, run: Run) -> None:
         self._services, self._task, self._snapshot, self._engine, self._run = services, task, snapshot, engine, run
-        self._env = shell.environment(snapshot.env)
+        self._allotment = Allotment.of(snapshot, engine)
+        self._env = shell.environment(snapshot.env, self._allotment.env)
         self._runner = shell.Runner(services.settings.output_limit_bytes)
         self._terminals = Terminals(services.settings.output_limit_bytes)
         self._turn = asyncio.Lock()
@@ -48,6 +50,7 @@ class Episode:
         self._last_active = services.loop.time()
         self._timers: dict[End, asyncio.TimerHandle] = {}
         self._outcome: dict[str, Any] = {}
+        self._usage: dict[str, Any] = {}
         self._ended: EpisodeEnded | None = None
         self._discarded: asyncio.Task[None] | None = None
         self._slot: Slot | None = None
@@ -99,9 +102,7 @@ class Episode:
         run = services.runs.begin(task.task_id, episode_id)
         episode = cls(services, task, snapshot, engine, run)
         try:
-            # The sandbox has a name of its own: episode ids are the client's choice and may come again.
-            spec = SandboxSpec(uuid.uuid4().hex, (snapshot.name,), limits=Limits(processes_max=PROCESSES_MAX))
-            episode._sandbox = await engine.spawner.create(spec)
+            episode._sandbox = await open_sandbox(engine, snapshot, episode._allotment, services.proxy)
         except BaseException:
             services.registry.forget(episode_id)
             await asyncio.shield(asyncio.to_thread(services.runs.end, run))
@@ -149,7 +150,7 @@ class Episode:
         """`info` of reset: isolation, limits, and what the task needs and does not get."""
         config, settings = self._snapshot.config, self._services.settings
         return {
-            "isolation": self._engine.describe_isolation(),
+            "isolation": self._allotment.describe(self._engine),
             "workdir": self._snapshot.workdir,
             "task_commit": self._snapshot.commit,
             "task_digest": self._snapshot.digest,
@@ -158,7 +159,7 @@ class Episode:
             "command_timeout_s": settings.command_timeout_s,
             "episode_timeout_s": settings.episode_timeout_s(config.agent.timeout_sec),
             "queued_s": round(self._queued_s, 3),
-            "unmet": list(self._snapshot.unmet),
+            "unmet": [*self._snapshot.unmet, *self._allotment.unmet],
         }
 
     # ------------------------------------------------------------ actions
@@ -254,15 +255,23 @@ class Episode:
         with shell.in_memory(_script(command), "command") as script, self._services.metrics.timed("exec"):
             result = await self._runner.run(lambda fds: self._sandbox.start(spec, fds), timeout_s, script)
         await self._check_alive(result.exit_code)
-        info = {
+        hits = self._sandbox.take_hits()
+        info: dict[str, Any] = {
             "exit_code": result.exit_code,
             "timed_out": result.timed_out,
             "seconds": round(result.seconds, 6),
             "output_bytes": result.output_bytes,
         }
-        if not result.timed_out:
+        if hits:
+            info["limits_hit"] = hits
+        if result.exit_code == 0:
             return self._observe(output=result.output, info=info)
-        error = f"the command timed out after {timeout_s:g} s and was killed with all it had started"
+        problems = list(hits.values())
+        if result.timed_out:
+            problems.insert(0, f"the command timed out after {timeout_s:g} s and was killed with all it had started")
+        if not problems:
+            return self._observe(output=result.output, info=info)
+        error = "; ".join(problems)
         return self._observe(output=f"{result.output}\n[{error}]\n", success=False, error=error, info=info)
 
     async def _start(self, name: str, command: str) -> str:
@@ -288,8 +297,11 @@ class Episode:
     async def _evaluate(self) -> Tbench2Observation:
         try:
             with self._services.metrics.timed("evaluate"):
-                verdict = await verifier.verify(self._sandbox, self._snapshot, self._runner, self._run.verifier_folder)
+                verdict = await verifier.verify(
+                    self._sandbox, self._snapshot, self._env, self._runner, self._run.verifier_folder
+                )
             await self._check_alive()
+            self._usage = dataclasses.asdict(await self._sandbox.usage())
         except NoVerdict as none:
             await self._check_alive()
             return self._without_verdict(none)
@@ -307,7 +319,10 @@ class Episode:
             "tests_passed": verdict.reward == 1.0,
             "exit_code": verdict.exit_code,
             "seconds": round(verdict.seconds, 6),
+            "usage": self._usage,
         }
+        if hits := self._sandbox.take_hits():
+            info["limits_hit"] = hits
         if verdict.harness is not None:
             info["harness"] = verdict.harness
         if verdict.rewards:
@@ -318,12 +333,12 @@ class Episode:
     async def _check_alive(self, exit_code: int = _KILLED) -> None:
         """A command that ended because its whole sandbox did is not the command's own doing.
 
-        A killed command may be heard of before its sandbox's death is, so then the spawner is asked.
+        A killed command may be heard of before its sandbox's death is, or what limit it met, so the spawner is asked.
         Raises: SandboxError.
         """
         if self._ended is not None:
             raise SandboxError(str(self._ended))
-        if exit_code == _KILLED:
+        if exit_code != 0:
             await self._sandbox.confirm()
 
     def _observe(self, **fields: Any) -> Tbench2Observation:
@@ -426,7 +441,9 @@ class Episode:
             operation.cancel()
         self._terminals.close()
         self._runner.close()
-        await self._sandbox.destroy()
+        with contextlib.suppress(SandboxError):
+            self._usage = dataclasses.asdict(await self._sandbox.usage())
+        await close_sandbox(self._sandbox, self._services.proxy)
         if self._slot is not None:
             self._slot.release()
         self._services.metrics.ends.labels(ended.end).inc()
@@ -446,6 +463,7 @@ class Episode:
             "steps": self.state.step_count,
             "end": ended.end,
             "end_message": str(ended),
+            "usage": self._usage,
             **(self._outcome or {"reward": None}),
         }
 

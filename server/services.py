@@ -5,6 +5,7 @@ from typing import Self
 
 from tbench2_env.server.engine import Engines
 from tbench2_env.server.pool import Pool
+from tbench2_env.server.proxy import EgressProxy
 from tbench2_env.server.registry import Registry
 from tbench2_env.server.runs import Runs
 from tbench2_env.server.settings import Settings, SettingsError
@@ -22,6 +23,7 @@ class Services:
         self.catalogue = DefaultCatalogue(settings)
         self.runs = Runs(settings.output_dir, settings.keep_runs)
         self.engines = Engines(settings)
+        self.proxy = EgressProxy()
         self.registry = Registry()
         self.metrics = Metrics(self.pool, self.engines)
 
@@ -39,4 +41,5 @@ class Services:
     async def stop(self) -> None:
         """End every episode, then the engine."""
         await self.registry.end_all()
+        await self.proxy.stop()
         await self.engines.stop()

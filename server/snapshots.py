@@ -16,7 +16,7 @@ from pathlib import Path
 import git
 
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Rung
-from tbench2_env.server import dockerfile, layer, sources, taskconfig
+from tbench2_env.server import dockerfile, layer, limits, sources, taskconfig
 from tbench2_env.server.taskconfig import TaskConfig, TaskError
 from tbench2_env.server.tasks import Task
 
@@ -104,6 +104,7 @@ class Snapshots:
             self._build_layers(task, plan, files, made)
             made.rename(self._ground.layers / name)
         tests = files / "tests"
+        limits.of_task(config.environment, enforced=True)  # a size that is none is told of now
         return Snapshot(
             name, digest, commit, _text(files / "instruction.md"), config, plan.workdir or "/",
             {**plan.env, **config.environment.env}, (*plan.unmet, *config.unmet()),

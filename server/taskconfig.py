@@ -55,18 +55,10 @@ class TaskConfig(_Table):
     steps: list[Any] = []
 
     def unmet(self) -> list[str]:
-        """Needs the task declares and this server does not meet, a sentence each."""
+        """Needs the task declares and this server meets on no host, a sentence each."""
         env, found = self.environment, []
-        limits = {
-            "cpus": env.cpus,
-            "memory": env.memory or (env.memory_mb and f"{env.memory_mb} MB"),
-            "storage": env.storage or (env.storage_mb and f"{env.storage_mb} MB"),
-        }
-        found += [f"environment.{key} = {value}: not enforced" for key, value in limits.items() if value]
         if env.gpus:
             found.append(f"environment.gpus = {env.gpus}: no GPU is passed into an episode")
-        if env.network_mode in ("no-network", "allowlist") or not env.allow_internet:
-            found.append("environment.network_mode: not enforced, the episode shares the host's network")
         if env.docker_image:
             found.append(f"environment.docker_image = {env.docker_image}: not pulled, the node's own root stands in")
         found += [f"environment.{key}: not supported" for key in ("healthcheck", "mcp_servers") if getattr(env, key)]

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 
 from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import CommandSpec
-from tbench2_env.server.shell import BASH, Result, Runner, environment
+from tbench2_env.server.shell import BASH, Result, Runner
 from tbench2_env.server.snapshots import Snapshot
 
 HARNESS = "tests/test.sh"
@@ -60,15 +61,19 @@ class Verdict:
     rewards: dict[str, float] = field(default_factory=dict)
 
 
-async def verify(sandbox: Sandbox, snapshot: Snapshot, runner: Runner, results: Path) -> Verdict:
+async def verify(
+    sandbox: Sandbox, snapshot: Snapshot, env: Mapping[str, str], runner: Runner, results: Path
+) -> Verdict:
     """Run the harness of `snapshot` in `sandbox`; its files are kept in the folder `results`.
+
+    `env` is the episode's environment, to which task.toml's [verifier.env] is added.
 
     Raises: NoVerdict, SandboxError.
     """
     if not snapshot.has_tests:
         raise NoVerdict(Reason.TESTS_MISSING, "no verdict: the task has no tests/ folder")
     timeout_s = snapshot.config.verifier.timeout_sec
-    command = _command(snapshot)
+    command = _command(snapshot, env)
     result = await runner.run(lambda fds: sandbox.start_verifier(command, fds, snapshot.name), timeout_s)
     _keep(sandbox.verifier_folder, result, results)
     tail = result.output[-OUTPUT_TAIL:]
@@ -83,9 +88,9 @@ async def verify(sandbox: Sandbox, snapshot: Snapshot, runner: Runner, results: 
     return Verdict(reward, tail, result.exit_code, result.seconds, HARNESS, rewards)
 
 
-def _command(snapshot: Snapshot) -> CommandSpec:
+def _command(snapshot: Snapshot, env: Mapping[str, str]) -> CommandSpec:
     path, argv = (BASH, ("bash", "/tests/test.sh")) if snapshot.has_test_script else _PYTEST
-    return CommandSpec(path, argv, snapshot.workdir, environment(snapshot.env, snapshot.config.verifier.env))
+    return CommandSpec(path, argv, snapshot.workdir, {**env, **snapshot.config.verifier.env})
 
 
 def _pytest_reward(result: Result) -> float:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tbench2_env.isolation.sandbox import Process, Spawner
-from tbench2_env.isolation.spec import CommandSpec, SandboxSpec
+from tbench2_env.isolation.spec import CommandSpec, SandboxSpec, SpawnerConfig
 
 SANDBOXES = 3
 #: Spawner and launcher.
@@ -17,7 +17,7 @@ _ENV = {"PATH": "/usr/bin:/bin"}
 
 
 async def main(scratch: str, rung: str) -> None:
-    spawner = await Spawner.start(rung=rung, scratch=[scratch])
+    spawner = await Spawner.start(SpawnerConfig(rung, (scratch,)))
     null = os.open("/dev/null", os.O_RDWR)
     fds = (null, null, null)
     running: list[Process] = []

@@ -15,7 +15,7 @@ import pytest
 from support.server import descendants
 from tbench2_env.isolation import probe
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import CommandSpec, Limits, Network, SandboxSpec
+from tbench2_env.isolation.spec import CommandSpec, Limits, Network, SandboxSpec, SpawnerConfig
 
 from .child import stat_fields
 
@@ -116,7 +116,7 @@ class Rig:
     async def start(cls, scratch: Path, hide: Iterable[str] = (), rung: str = "") -> Self:
         self = cls(scratch)
         asyncio.get_running_loop().set_exception_handler(self._complain)
-        self.spawner = await Spawner.start(rung=rung or best_rung(), scratch=[str(scratch)], hide=list(hide))
+        self.spawner = await Spawner.start(SpawnerConfig(rung or best_rung(), (str(scratch),), tuple(hide)))
         await self._settle()
         self._helper_descriptors = {pid: count_descriptors(pid) for pid in (self.pid, self.launcher_pid)}
         return self

@@ -13,6 +13,7 @@ import pytest
 
 from support.server import descendants
 from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, SandboxError, Spawner
+from tbench2_env.isolation.spec import SpawnerConfig
 
 from .conftest import StartRig
 from .doomed import HELPERS, PROCESSES_IN_ALL, SANDBOXES
@@ -71,14 +72,14 @@ async def test_a_host_that_cannot_isolate_is_named_with_what_was_tried(tmp_path:
     with pytest.raises(
         IsolationUnavailable, match=rf"scratch {tmp_path}/file: .*; scratch /proc/nowhere: No such file"
     ):
-        await Spawner.start(rung="1", scratch=[str(tmp_path / "file"), "/proc/nowhere"])
+        await Spawner.start(SpawnerConfig("1", (str(tmp_path / "file"), "/proc/nowhere")))
     assert own_descriptors() == before
     assert not descendants(os.getpid())
 
 
 async def test_a_spawner_that_dies_at_its_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(IsolationUnavailable, match="died at its start"):
-        await Spawner.start(scratch=[str(tmp_path)], rung="no such rung")
+        await Spawner.start(SpawnerConfig("no such rung", (str(tmp_path),)))
     assert "no such rung" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -86,7 +87,7 @@ async def test_a_spawner_that_dies_at_its_start(tmp_path: Path, capfd: pytest.Ca
 async def test_giving_up_while_it_starts(tmp_path: Path) -> None:
     before = own_descriptors()
     for delay_s in (0, 0.001, 0.01, 0.03, 0.06):
-        starting = asyncio.ensure_future(Spawner.start(rung=best_rung(), scratch=[str(tmp_path)]))
+        starting = asyncio.ensure_future(Spawner.start(SpawnerConfig(best_rung(), (str(tmp_path),))))
         await asyncio.sleep(delay_s)
         starting.cancel()
         [spawner] = await asyncio.gather(starting, return_exceptions=True)

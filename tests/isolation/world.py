@@ -102,7 +102,7 @@ class Episode:
 
     def __init__(self, egress: Egress, map_line: str = "0 100000 65536\n") -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid, self.pidfd = sc.clone3(sc.CLONE_NEWUSER | sc.CLONE_NEWNET)
+        self.pid, self.pidfd = sc.clone(sc.CLONE_NEWUSER | sc.CLONE_NEWNET)
         if self.pid == 0:
             _be_episode(theirs)
         theirs.close()

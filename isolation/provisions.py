@@ -1,0 +1,144 @@
+"""What the host gives each episode and takes back: a way out of its network, a cgroup leaf, CPUs, a watch."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tbench2_env.isolation import egress, limits
+from tbench2_env.isolation.channel import Channel
+from tbench2_env.isolation.limits import Affinity, Cgroups, Leaf
+from tbench2_env.isolation.spec import Limits, Network, SandboxSpec
+from tbench2_env.isolation.worktree import Ground
+
+#: Niceness of episodes where no cgroup shares out the CPU: server, helpers and trainer come first.
+_NICENESS = 5
+
+
+@dataclass
+class Provision:
+    """What one episode has."""
+
+    leaf: Leaf | None = None
+    cpus: set[int] = field(default_factory=set)
+    plug: egress.Plug | None = None
+
+    @property
+    def joins(self) -> list[int]:
+        return [] if self.leaf is None else self.leaf.join_fds
+
+
+class Provisions:
+    """State: what this host offers, and the leaves that could not be removed yet."""
+
+    def __init__(self, ground: Ground, warden: Channel, egress_names: Sequence[str]) -> None:
+        self._warden, self._ground = warden, ground
+        self.egress, self.egress_refusals = egress.find(egress_names)
+        self._cgroups, self._no_cgroups = Cgroups.find(os.path.basename(ground.folder))
+        # A worktree in memory would count as the memory of its episode, and storage is ten times that.
+        self._by_cgroup = frozenset(() if self._cgroups is None else self._cgroups.controls)
+        if ground.in_memory:
+            self._by_cgroup -= {"memory"}
+        self._affinity = Affinity()
+        self._dying: list[Leaf] = []
+
+    def describe(self) -> dict[str, Any]:
+        """How each limit is enforced, and which ways out of the network there are."""
+        rung, by = self._ground.rung, self._by_cgroup
+        watched = "watched, five times a second: the episode is killed"
+        uncapped = watched if not rung.caps_processes else "RLIMIT_NPROC"
+        return {
+            "enforcement": {
+                "memory": "cgroup" if "memory" in by else watched,
+                "processes": "cgroup" if "pids" in by else uncapped,
+                "cpus": "cgroup" if "cpu" in by else "affinity and niceness (the episode may undo the affinity)",
+                "storage": "the size of a tmpfs" if self._ground.in_memory else watched,
+            },
+            "no_cgroups": self._no_cgroups,
+            "egress": None if self.egress is None else self.egress.name,
+            "egress_lacks": [] if self.egress is None else list(self.egress.lacks),
+            "egress_refusals": self.egress_refusals,
+        }
+
+    def give(self, spec: SandboxSpec) -> Provision:
+        """What the episode has before its first process. Raises: OSError."""
+        self._remove_dying()
+        provision = Provision()
+        if self._cgroups is not None:
+            provision.leaf = self._cgroups.create(spec.name, self._for_cgroup(spec.limits))
+        if "cpu" not in self._by_cgroup and spec.limits.cpus is not None:
+            provision.cpus = self._affinity.choose(spec.limits.cpus)
+        return provision
+
+    def connect(self, provision: Provision, spec: SandboxSpec, pid: int) -> dict[str, Any]:
+        """Give PID 1 its way out; answers with what it must configure. Raises: OSError."""
+        if spec.network is not Network.EGRESS:
+            return {}
+        if self.egress is None:
+            raise OSError("this host gives episodes no way out of their network: " + "; ".join(self.egress_refusals))
+        provision.plug = self.egress.connect(pid)
+        return provision.plug.inside
+
+    def watch(self, spec: SandboxSpec, proc: int, pidfd: int) -> None:
+        caps = self._ground.rung.caps_processes or "pids" in self._by_cgroup
+        watched = self._for_warden(spec.limits).to_dict()
+        message = {"op": "add", "name": spec.name, "limits": watched, "kills_at_processes_max": not caps}
+        self._warden.send(message, [proc, pidfd])
+
+    def count(self, name: str, provision: Provision) -> dict[str, float]:
+        """What of an episode's usage the kernel counts: see `sandbox.Usage`."""
+        counted = {} if provision.leaf is None else provision.leaf.usage()
+        counted.pop("processes", None)
+        if "memory" not in self._by_cgroup:
+            counted.pop("memory_peak_bytes", None)
+        if self._ground.in_memory:
+            with contextlib.suppress(OSError):
+                whole = os.statvfs(f"episodes/{name}")
+                counted["storage_bytes"] = (whole.f_blocks - whole.f_bfree) * whole.f_frsize
+                counted["files"] = whole.f_files - whole.f_ffree
+        return counted
+
+    def take_back(self, name: str, provision: Provision) -> None:
+        """When the last process of the episode is gone, or nearly."""
+        self._warden.send({"op": "drop", "name": name})
+        self._affinity.release(provision.cpus)
+        if provision.plug is not None:
+            provision.plug.unplug()
+        if provision.leaf is not None:
+            self._dying.append(provision.leaf)
+        self._remove_dying()
+
+    def close(self) -> None:
+        """Give back what is the server's own."""
+        if self.egress is not None:
+            with contextlib.suppress(OSError):
+                self.egress.close()
+        self._remove_dying()
+        if self._cgroups is not None:
+            self._cgroups.close()
+
+    def _remove_dying(self) -> None:
+        """Leaves whose last process was still dying are tried again."""
+        self._dying = [leaf for leaf in self._dying if not leaf.remove()]
+
+    def _for_cgroup(self, wanted: Limits) -> Limits:
+        return wanted if "memory" in self._by_cgroup else replace(wanted, memory_bytes=None)
+
+    def _for_warden(self, wanted: Limits) -> Limits:
+        memory = None if "memory" in self._by_cgroup else wanted.memory_bytes
+        # A tmpfs bounds itself; of the others the warden watches the size.
+        if self._ground.in_memory:
+            return replace(wanted, memory_bytes=memory, storage_bytes=None, files_max=None)
+        return replace(wanted, memory_bytes=memory)
+
+
+def take_place(joins: Sequence[int], cpus: Sequence[int]) -> None:
+    """What every process that is forked into an episode does first of all. Raises: OSError."""
+    error = limits.join(joins)
+    if error:
+        raise OSError(error, f"cannot join the episode's cgroup: {os.strerror(error)}")
+    if cpus:
+        with contextlib.suppress(OSError):  # CPUs may have been taken from all of us since
+            os.sched_setaffinity(0, cpus)
+        os.nice(_NICENESS)
