@@ -21,6 +21,7 @@ import resource
 import selectors
 import socket
 import sys
+from typing import Any
 
 from proxy.common.flag import flags as library_flags
 from proxy.http.connection import HttpClientConnection
@@ -244,24 +245,26 @@ class Proxy:
     def _receive(self) -> None:
         try:
             message, fds = self._channel.receive()
+            getattr(self, "_" + message["op"])(message, fds)
+            self._channel.send({"id": message["id"]})
         except ChannelClosed:
             os._exit(0)  # at once: a thread may be waiting for a name service
-        if message["op"] == "add":
-            policy = Policy(None if message["allowed_hosts"] is None else tuple(message["allowed_hosts"]))
-            settings = argparse.Namespace(**vars(self._settings), policy=policy)
-            self._episodes[message["name"]] = Episode(socket.socket(fileno=fds[0]), settings)
-        else:
-            episode = self._episodes.pop(message["name"], None)
-            if episode is not None:  # it may have been added to a process before this one
-                episode.close()
-        self._channel.send({"id": message["id"]})
+
+    def _add(self, message: dict[str, Any], fds: list[int]) -> None:
+        hosts = message["allowed_hosts"]
+        settings = argparse.Namespace(**vars(self._settings), policy=Policy(None if hosts is None else tuple(hosts)))
+        self._episodes[message["name"]] = Episode(socket.socket(fileno=fds[0]), settings)
+
+    def _remove(self, message: dict[str, Any], fds: list[int]) -> None:
+        episode = self._episodes.pop(message["name"], None)
+        if episode is not None:  # it may have been added to a process before this one
+            episode.close()
 
 
 async def run(channel_fd: int) -> None:
     """Serve until the server is gone."""
-    proxy = Proxy(Channel(socket.socket(fileno=channel_fd)))
+    Proxy(Channel(socket.socket(fileno=channel_fd)))
     await asyncio.Event().wait()
-    del proxy
 
 
 def main(channel_fd: int) -> None:

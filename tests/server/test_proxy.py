@@ -218,6 +218,8 @@ async def test_the_variables_lead_programs_to_the_proxy(make_episode: MakeEpisod
     variables = [f"{name}={value}" for name, value in proxy_env().items()]
     fetch = f"import urllib.request as r; print(r.urlopen('http://{WEB}/where').read().decode())"
     assert await a.network.run("env", "-i", *variables, sys.executable, "-c", fetch) == (0, f"{WEB} at {WEB}\n")
+    own = "import urllib.request as r; r.urlopen('http://localhost:1/')"
+    assert "Connection refused" in (await a.network.run("env", "-i", *variables, sys.executable, "-c", own))[1]
 
 
 OWN = [
@@ -338,8 +340,9 @@ async def test_an_episode_has_64_connections_at_most(make_episode: MakeEpisode) 
         assert one_more.recv(1) == b""
     with b.tunnel():
         pass
+    before = len(_sockets(_proxy_pid()))
     tunnels.pop().close()
-    await asyncio.sleep(0.1)
+    await until(lambda: len(_sockets(_proxy_pid())) == before - 2)
     tunnels.append(a.tunnel())
     for tunnel in tunnels:
         tunnel.close()
