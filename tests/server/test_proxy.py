@@ -5,6 +5,7 @@ loopback only, with the proxy's listener on it.
 """
 
 import asyncio
+import contextlib
 import http.server
 import os
 import re
@@ -335,17 +336,15 @@ async def test_a_refused_upload_is_told_why(make_episode: MakeEpisode, tmp_path:
 
 async def test_an_episode_has_64_connections_at_most(make_episode: MakeEpisode) -> None:
     a, b = await make_episode("a"), await make_episode("b")
-    tunnels = [a.tunnel() for _ in range(64)]
-    with a.connect() as one_more:
-        assert one_more.recv(1) == b""
-    with b.tunnel():
-        pass
-    before = len(_sockets(_proxy_pid()))
-    tunnels.pop().close()
-    await until(lambda: len(_sockets(_proxy_pid())) == before - 2)
-    tunnels.append(a.tunnel())
-    for tunnel in tunnels:
-        tunnel.close()
+    with contextlib.ExitStack() as open_until_the_end:
+        tunnels = [open_until_the_end.enter_context(a.tunnel()) for _ in range(64)]
+        with a.connect() as one_more:
+            assert _closed(one_more)
+        open_until_the_end.enter_context(b.tunnel())
+        full = len(_sockets(_proxy_pid()))
+        tunnels[0].close()
+        await until(lambda: len(_sockets(_proxy_pid())) == full - 2)
+        open_until_the_end.enter_context(a.tunnel())
 
 
 CURL = f"curl -s -o /dev/null -x 127.0.0.1:{PROXY_PORT}"
