@@ -66,10 +66,15 @@ class EgressProxy:
         """
         if name in self._listeners:
             raise EgressError(f"the egress proxy serves {name!r} already")
-        if not self.alive:
-            self._end()
-            self._start()
-        self._listeners[name] = _Listener(os.dup(listener_fd), allowed_hosts)
+        fd = os.dup(listener_fd)
+        try:
+            if not self.alive:
+                self._end()
+                self._start()
+        except BaseException:
+            os.close(fd)
+            raise
+        self._listeners[name] = _Listener(fd, allowed_hosts)
         try:
             await self._ask(*self._addition(name))
         except BaseException:
