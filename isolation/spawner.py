@@ -111,9 +111,7 @@ class Spawner:
             "hello": self.ground.rung.to_dict(),
             "folder": self.ground.folder,
             "host": {
-                "plan": mounts.describe(
-                    mounts.sandbox_plan(self.ground.rung, SandboxSpec("", network=Network.PRIVATE))
-                ),
+                "plan": mounts.describe(plan),
                 "hidden_mounts": probe.hidden_mounts(),
                 "signals_scoped": launcher.signals_scoped(),
                 "in_memory": self.ground.in_memory,
@@ -213,7 +211,7 @@ class Spawner:
                 opened[kind] = self._open_namespace(episode, kind)
             episode.agents = os.fstat(opened["user" if self.ground.rung.user_namespaces else "mnt"]).st_ino
             descriptors = {**opened, "proc": episode.proc}
-            message = {"op": "add", "name": episode.name, "descriptors": list(descriptors)}
+            message: dict[str, Any] = {"op": "add", "name": episode.name, "descriptors": list(descriptors)}
             message["cpus"] = sorted(episode.provision.cpus)
             self.launcher.send(message, [*descriptors.values(), *episode.provision.joins])
             self.provisions.watch(episode.spec, episode.proc, episode.pidfd)

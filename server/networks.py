@@ -33,9 +33,8 @@ def choose(settings: Settings, host: Host, wanted: EnvironmentTable) -> Choice:
     if mode == "no-network":
         return Choice(Network.PRIVATE)
     if settings.network == "private":
-        return Choice(
-            Network.PRIVATE, unmet=(f"environment.network_mode = {mode}: TB2_NETWORK=private lets nobody out",)
-        )
+        unmet = f"environment.network_mode = {mode}: TB2_NETWORK=private lets nobody out"
+        return Choice(Network.PRIVATE, unmet=(unmet,))
     if mode == "allowlist":
         return Choice(Network.PROXY, tuple(wanted.allowed_hosts))
     if host.egress is not None:

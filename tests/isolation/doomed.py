@@ -9,8 +9,8 @@ from tbench2_env.isolation.sandbox import Process, Spawner
 from tbench2_env.isolation.spec import CommandSpec, SandboxSpec, SpawnerConfig
 
 SANDBOXES = 3
-#: Spawner and launcher.
-HELPERS = 2
+#: Spawner, launcher and warden.
+HELPERS = 3
 #: In each sandbox: PID 1, a service in a session of its own and a command; in the first, a verifier too.
 PROCESSES_IN_ALL = HELPERS + SANDBOXES * 3 + 1
 _ENV = {"PATH": "/usr/bin:/bin"}

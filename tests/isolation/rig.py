@@ -118,7 +118,7 @@ class Rig:
         asyncio.get_running_loop().set_exception_handler(self._complain)
         self.spawner = await Spawner.start(SpawnerConfig(rung or best_rung(), (str(scratch),), tuple(hide)))
         await self._settle()
-        self._helper_descriptors = {pid: count_descriptors(pid) for pid in (self.pid, self.launcher_pid)}
+        self._helper_descriptors = {pid: count_descriptors(pid) for pid in (self.pid, self.launcher_pid, self.warden_pid)}
         return self
 
     async def _settle(self) -> None:
@@ -203,6 +203,10 @@ class Rig:
 
     @property
     def launcher_pid(self) -> int:
+        return children(self.pid)[1]
+
+    @property
+    def warden_pid(self) -> int:
         return children(self.pid)[0]
 
     async def pid_namespace(self, sandbox: Sandbox) -> str:
@@ -249,7 +253,7 @@ class Rig:
                 2.0,
                 lambda pid=pid: f"descriptors left in {command_line(pid)}: {descriptors(pid)}",  # type: ignore[misc]
             )
-        await until(lambda: len(descendants(self.pid)) == 1, 2.0, lambda: descendants(self.pid))
+        await until(lambda: len(descendants(self.pid)) == 2, 2.0, lambda: descendants(self.pid))
         await until(lambda: not self.worktrees(), 2.0, self.worktrees)
 
 

@@ -76,7 +76,7 @@ def test_a_handler_may_forget_a_descriptor_that_is_ready_too() -> None:
 def test_every_child_is_reported_once() -> None:
     """Signals that arrive together are one signal."""
     ended: dict[int, int] = {}
-    reactor = Reactor(on_child=lambda pid, status: ended.update({pid: os.waitstatus_to_exitcode(status)}))
+    reactor = Reactor(on_child=lambda pid, end: ended.update({pid: end.status}))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     expected = {exits_with(code): code for code in range(20)}
     for pid in expected:
@@ -89,7 +89,7 @@ def test_every_child_is_reported_once() -> None:
 @in_own_process
 def test_a_child_that_still_runs_is_not_waited_for() -> None:
     ended: list[int] = []
-    reactor = Reactor(on_child=lambda pid, status: ended.append(pid))
+    reactor = Reactor(on_child=lambda pid, end: ended.append(pid))
     read_end, _ = os.pipe()
     running = os.fork()
     if running == 0:

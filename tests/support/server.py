@@ -13,8 +13,8 @@ from typing import Self
 
 from tbench2_env import Tbench2Env
 
-#: The server itself has two helpers: spawner and launcher.
-HELPERS = 2
+#: The server itself has three helpers: spawner, launcher and warden.
+HELPERS = 3
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 
