@@ -1,7 +1,7 @@
 """A small rtnetlink(7) client: makes, moves, configures and deletes interfaces, and reads the routes.
 
 Structs and constants carry their kernel names (linux/netlink.h, rtnetlink.h, if_link.h). Every failure is raised in
-`Netlink._failed`, which names the message and what it was about, with the kernel's own explanation where it gives one.
+`Netlink._check`, which names the message and what it was about, with the kernel's own explanation where it gives one.
 """
 
 import contextlib
@@ -76,7 +76,6 @@ class Netlink:
         self.sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
         for option in (NETLINK_CAP_ACK, NETLINK_EXT_ACK):
             self.sock.setsockopt(SOL_NETLINK, option, 1)
-        self.sequence = 0
 
     def __enter__(self) -> Self:
         return self
@@ -131,38 +130,27 @@ class Netlink:
         body = self._route(prefix, RTN_UNREACHABLE) + attribute(RTA_DST, socket.inet_aton(address))
         self._request(RTM_NEWROUTE, body, f"unreachable {address}/{prefix}", NLM_F_CREATE | NLM_F_EXCL)
 
-    def routes(self) -> Iterator[Route]:
+    def routes(self) -> list[Route]:
         """Every IPv4 route of every table, those to the host's own addresses (RTN_LOCAL) too."""
         body = _RTMSG.pack(socket.AF_INET, *(0,) * 8)
-        for kind, payload in self._exchange(RTM_GETROUTE, body, "all routes", NLM_F_DUMP):
-            if kind == RTM_NEWROUTE:
-                fields, found = _RTMSG.unpack_from(payload), attributes(payload[_RTMSG.size :])
-                (oif,) = struct.unpack("=I", found.get(RTA_OIF, bytes(4)))
-                yield Route(found.get(RTA_DST, bytes(4)), fields[1], fields[7], oif)
+        return [_read_route(payload) for payload in self._request(RTM_GETROUTE, body, "all routes", NLM_F_DUMP)]
 
     def _route(self, prefix: int, kind: int) -> bytes:
         return _RTMSG.pack(socket.AF_INET, prefix, 0, 0, RT_TABLE_MAIN, RTPROT_BOOT, RT_SCOPE_UNIVERSE, kind, 0)
 
     # ------------------------------------------------------------ messages
-    def _request(self, kind: int, body: bytes, about: str, flags: int = 0) -> None:
-        for _ in self._exchange(kind, body, about, flags | NLM_F_ACK):
-            pass
-
-    def _exchange(self, kind: int, body: bytes, about: str, flags: int) -> Iterator[tuple[int, bytes]]:
-        """Send a message; yield the type and payload of each answer until it is acknowledged or the dump is done."""
-        self.sequence += 1
-        header = _NLMSGHDR.pack(_NLMSGHDR.size + len(body), kind, flags | NLM_F_REQUEST, self.sequence, 0)
-        self.sock.send(header + body)
+    def _request(self, kind: int, body: bytes, about: str, flags: int = 0) -> list[bytes]:
+        """Send a message; return the payload of each answer, once it is acknowledged or the dump is done."""
+        self.sock.send(_NLMSGHDR.pack(_NLMSGHDR.size + len(body), kind, flags | NLM_F_REQUEST | NLM_F_ACK, 0, 0) + body)
+        answers: list[bytes] = []
         while True:
-            for answer, sequence, payload in _messages(self.sock.recv(_BUFFER)):
-                if sequence != self.sequence:
-                    continue  # of a dump that nobody read to its end
+            for answer, payload in _messages(self.sock.recv(_BUFFER)):
                 if answer in (NLMSG_ERROR, NLMSG_DONE):
-                    self._failed(kind, about, payload)
-                    return
-                yield answer, payload
+                    self._check(kind, about, payload)
+                    return answers
+                answers.append(payload)
 
-    def _failed(self, kind: int, about: str, payload: bytes) -> None:
+    def _check(self, kind: int, about: str, payload: bytes) -> None:
         (number,) = struct.unpack_from("=i", payload)
         if number == 0:
             return
@@ -174,9 +162,15 @@ class Netlink:
         raise OSError(-number, f"{_NAMES[kind]}({about}): {os.strerror(-number)}" + (f" ({more})" if more else ""))
 
 
-def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Split what one recv brought into (type, sequence number, payload)."""
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Split what one recv brought into (type, payload)."""
     while len(data) >= _NLMSGHDR.size:
-        length, kind, _, sequence, _ = _NLMSGHDR.unpack_from(data)
-        yield kind, sequence, data[_NLMSGHDR.size : length]
+        length, kind, *_ = _NLMSGHDR.unpack_from(data)
+        yield kind, data[_NLMSGHDR.size : length]
         data = data[(length + 3) & ~3 :]
+
+
+def _read_route(payload: bytes) -> Route:
+    fields, found = _RTMSG.unpack_from(payload), attributes(payload[_RTMSG.size :])
+    (oif,) = struct.unpack("=I", found.get(RTA_OIF, bytes(4)))
+    return Route(found.get(RTA_DST, bytes(4)), fields[1], fields[7], oif)

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tbench2_env.isolation.netlink import Netlink
 
 from .child import in_own_process, own_mounts, stat_fields
 from .rig import own_descriptors
-from .world import HOST, HOST_TOO, INTERNET, METADATA, PORT, enter_world, episodes, fetch, in_child
+from .world import HOST, HOST_TOO, INTERNET, METADATA, PORT, enter_world, episodes, eventually, fetch, in_child
 
 PROVIDERS = ["veth", "slirp4netns", "pasta"]
 MAPS = ["0 0 65536\n", "0 100000 65536\n", "0 0 1\n"]
@@ -39,13 +38,6 @@ def tables() -> list[str]:
 
 def alive(pid: int) -> bool:
     return stat_fields(pid)[:1] not in ([], ["Z"])
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 3
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 # ---------------------------------------------------------------- what is reached

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,13 @@ def fetch(address: str, port: int = PORT) -> str:
             return sock.recv(4096).decode().split("\r\n\r\n")[-1]
     except OSError as error:
         return f"error: {error.strerror or error}"
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 3
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def in_child(run: Callable[[], object]) -> int:
