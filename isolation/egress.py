@@ -17,7 +17,8 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from tbench2_env.isolation import netfilter, userns
@@ -61,12 +62,6 @@ def configure_inside(settings: dict[str, Any]) -> None:
     """Set up the network namespace that the caller is in: its loopback, and what a plug says. Raises: OSError."""
     with Netlink() as link:
         link.set_up(socket.if_nametoindex("lo"))
-        if "address" in settings:
-            index = socket.if_nametoindex(DEVICE)
-            link.keep_from_ipv6(index)
-            link.add_address(index, settings["address"], settings["prefix"])
-            link.set_up(index)
-            link.add_default_route(settings["gateway"])
         for network in settings.get("unreachable", ()):
             address, prefix = network.split("/")
             link.add_unreachable(address, int(prefix))
@@ -108,7 +103,7 @@ class VethPlug:
     def __init__(self, owner: "Veth", slot: int, name: str) -> None:
         self.owner, self.slot, self.name = owner, slot, name
         self.gateway, self.address = (str(owner.claim.network[4 * slot + n]) for n in (1, 2))
-        self.inside: dict[str, Any] = {"address": self.address, "prefix": 30, "gateway": self.gateway}
+        self.inside: dict[str, Any] = {}
 
     def unplug(self) -> None:
         if self.owner.plugs.get(self.slot) is self:
@@ -150,10 +145,28 @@ class Veth:
             self.link.keep_from_ipv6(index)
             self.link.add_address(index, plug.gateway, 30)
             self.link.set_up(index)
+            self._configure_episodes_end(plug, pid)
+            self._wait_until_running(index)
         except OSError:
             plug.unplug()
             raise
         return plug
+
+    def _configure_episodes_end(self, plug: VethPlug, pid: int) -> None:
+        with _in_network_of(pid), Netlink() as there:
+            index = socket.if_nametoindex(DEVICE)
+            there.keep_from_ipv6(index)
+            there.add_address(index, plug.address, 30)
+            there.set_up(index)
+            there.add_default_route(plug.gateway)
+
+    def _wait_until_running(self, index: int) -> None:
+        """Our end starts some time after both are up. What is sent before is lost, and costs the sender 1 s."""
+        deadline = time.monotonic() + _READY_S
+        while not self.link.is_running(index):
+            if time.monotonic() > deadline:
+                raise OSError(f"interface {index} did not start within {_READY_S:g} s")
+            time.sleep(0.001)
 
     def _add_pair(self, name: str, pid: int) -> None:
         try:
@@ -167,6 +180,20 @@ class Veth:
             plug.unplug()
         self.claim.release()
         self.link.close()
+
+
+@contextlib.contextmanager
+def _in_network_of(pid: int) -> Iterator[None]:
+    own, there = (os.open(f"/proc/{one}/ns/net", os.O_RDONLY | os.O_CLOEXEC) for one in ("self", pid))
+    try:
+        sc.setns(there, sc.CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            sc.setns(own, sc.CLONE_NEWNET)
+    finally:
+        os.close(own)
+        os.close(there)
 
 
 # ---------------------------------------------------------------- a process per episode

@@ -153,7 +153,6 @@ table inet {_TABLE}{claim.index:x} {{
     meta nfproto != ipv4 drop
     ip saddr != {claim.network} drop
     ip daddr {LINK_LOCAL} drop
-    oifname {all_servers} drop
     ct status dnat drop
   }}
   chain postrouting {{

@@ -20,8 +20,8 @@ NLMSG_ERROR, NLMSG_DONE = 2, 3
 SOL_NETLINK, NETLINK_CAP_ACK, NETLINK_EXT_ACK = 270, 10, 11
 NLMSGERR_ATTR_MSG = 1
 
-RTM_NEWLINK, RTM_DELLINK, RTM_NEWADDR, RTM_NEWROUTE, RTM_GETROUTE = 16, 17, 20, 24, 26
-IFF_UP = 1
+RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK, RTM_NEWADDR, RTM_NEWROUTE, RTM_GETROUTE = 16, 17, 18, 20, 24, 26
+IFF_UP, IFF_RUNNING = 0x1, 0x40
 IFLA_IFNAME, IFLA_LINKINFO, IFLA_NET_NS_PID, IFLA_AF_SPEC = 3, 18, 19, 26
 IFLA_INFO_KIND, IFLA_INFO_DATA, VETH_INFO_PEER = 1, 2, 1
 IFLA_INET6_ADDR_GEN_MODE, IN6_ADDR_GEN_MODE_NONE = 8, 1
@@ -38,6 +38,7 @@ _BUFFER = 1 << 17
 _NAMES = {
     RTM_NEWLINK: "RTM_NEWLINK",
     RTM_DELLINK: "RTM_DELLINK",
+    RTM_GETLINK: "RTM_GETLINK",
     RTM_NEWADDR: "RTM_NEWADDR",
     RTM_NEWROUTE: "RTM_NEWROUTE",
     RTM_GETROUTE: "RTM_GETROUTE",
@@ -102,6 +103,11 @@ class Netlink:
 
     def set_up(self, index: int) -> None:
         self._request(RTM_NEWLINK, _IFINFOMSG.pack(0, 0, index, IFF_UP, IFF_UP), f"interface {index} up")
+
+    def is_running(self, index: int) -> bool:
+        """Whether the interface carries packets. From Linux 6.7 the question itself makes it, once it is connected."""
+        (answer,) = self._request(RTM_GETLINK, _IFINFOMSG.pack(0, 0, index, 0, 0), f"interface {index}")
+        return bool(_IFINFOMSG.unpack_from(answer)[3] & IFF_RUNNING)
 
     def keep_from_ipv6(self, index: int) -> None:
         """Give the interface no IPv6 address of its own accord, not even a link-local one."""

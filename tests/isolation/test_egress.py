@@ -15,7 +15,7 @@ from tbench2_env.isolation.netlink import Netlink
 
 from .child import in_own_process, own_mounts, stat_fields
 from .rig import own_descriptors
-from .world import HOST, HOST_TOO, INTERNET, METADATA, PORT, enter_world, episodes, eventually, fetch, in_child
+from .world import HOST, HOST_TOO, INTERNET, METADATA, PORT, Episode, enter_world, episodes, eventually, fetch, in_child
 
 PROVIDERS = ["veth", "slirp4netns", "pasta"]
 MAPS = ["0 0 65536\n", "0 100000 65536\n", "0 0 1\n"]
@@ -36,6 +36,10 @@ def tables() -> list[str]:
     return netfilter.run_nft("list tables\n").split("\n")[:-1]
 
 
+def address_of(episode: Episode) -> str:
+    return str(getattr(episode.plug, "address", "10.0.2.100"))
+
+
 def alive(pid: int) -> bool:
     return stat_fields(pid)[:1] not in ([], ["Z"])
 
@@ -49,7 +53,7 @@ def test_the_internet_is_reached_and_the_host_is_not(name: str, map_line: str) -
     way = provider(name)
     with episodes(way, map_line=map_line) as (episode,):
         assert episode.fetch(INTERNET) == ["internet"]
-        gateway = episode.plug.inside.get("gateway", "10.0.2.2")
+        gateway = getattr(episode.plug, "gateway", "10.0.2.2")
         for forbidden in (HOST, HOST_TOO, METADATA, gateway, "127.0.0.1", "0.0.0.0", "::1", "10.0.2.2", "10.0.2.3"):
             assert episode.fetch(forbidden)[0].startswith("error:"), forbidden
         assert episode.fetch(INTERNET) == ["internet"]
@@ -62,7 +66,7 @@ def test_episodes_do_not_reach_each_other(name: str) -> None:
     enter_world()
     way = provider(name)
     with episodes(way, 2) as (one, other):
-        address = one.plug.inside.get("address", "10.0.2.100")
+        address = address_of(one)
         assert one.ask("serve", "one") is None
         assert one.fetch(address) == ["one"]
         assert other.fetch(address)[0].startswith("error:")
@@ -103,7 +107,7 @@ def test_two_servers_have_networks_of_their_own() -> None:
         with episodes(first) as (one,):
             assert other.ask("serve", "other") is None
             assert one.fetch(INTERNET, HOST_TOO)[0] == other.fetch(INTERNET)[0] == "internet"
-            assert one.fetch(other.plug.inside["address"])[0].startswith("error:")
+            assert one.fetch(address_of(other))[0].startswith("error:")
         first.close()
         assert other.fetch(INTERNET) == ["internet"]
         assert other.fetch(HOST)[0].startswith("error:")
@@ -291,7 +295,7 @@ def test_a_network_is_not_given_out_again_at_once() -> None:
     for _ in range(3):
         with episodes(way) as (episode,):
             assert episode.fetch(INTERNET) == ["internet"]
-            used.append(episode.plug.inside["address"])
+            used.append(address_of(episode))
     assert len(set(used)) == 3
     way.close()
 

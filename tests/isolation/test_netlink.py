@@ -71,16 +71,19 @@ def test_a_pair_spans_two_namespaces_and_goes_as_one() -> None:
 
 @in_own_process
 def test_an_interface_is_addressed_and_brought_up() -> None:
-    link, there = own_network(), other_network()
+    link = own_network()
     with pytest.raises(OSError, match="Network is unreachable"):
         socket.create_connection(("127.0.0.1", 1), timeout=1)
     link.set_up(1)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", 1), timeout=1)
-    link.add_veth("here0", "there0", there)
+    link.add_veth("here0", "there0", os.getpid())
     index = socket.if_nametoindex("here0")
     link.add_address(index, "192.0.2.1", 24)
-    link.set_up(index)
+    assert not link.is_running(index)
+    for name in ("here0", "there0"):
+        link.set_up(socket.if_nametoindex(name))
+    assert eventually(lambda: link.is_running(index))
     assert Path("/proc/net/route").read_text().split("\n")[1].split()[:2] == ["here0", "000200C0"]
     socket.create_server(("192.0.2.1", 0)).close()
 
