@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tbench2_env.isolation import syscalls as sc
@@ -72,6 +73,7 @@ def _answer(listener: socket.socket, word: str) -> None:
 def enter_world() -> None:
     """Make this process's network namespace the host of a new world."""
     sc.unshare(sc.CLONE_NEWNET)
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("0")  # a new namespace starts with the machine's setting
     ours, theirs = socket.socketpair()
     internet = in_child(lambda: _be_internet(theirs))
     ours.recv(1)
@@ -86,6 +88,7 @@ def enter_world() -> None:
         ours.send(b"!")
         ours.recv(1)
         link.add_default_route(INTERNET)
+        assert eventually(lambda: link.is_running(index))
     serve("host")
     assert [fetch(to) for to in (INTERNET, METADATA, HOST)] == ["internet", "internet", "host"]
 
