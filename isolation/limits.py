@@ -84,6 +84,18 @@ class Leaf:
                 _write_setting(f"{folder}/{file}", value)
             self.join_fds.append(os.open(f"{folder}/{_PROCS}", os.O_WRONLY | os.O_CLOEXEC))
 
+    @property
+    def verifier_join_fds(self) -> list[int]:
+        """Those of `join_fds` for a verifier, which must be able to fork where a bomb has filled the leaf.
+
+        In version 2 memory and processes are counted together, so there it shares all of them.
+        """
+        return [
+            fd
+            for fd, hierarchy in zip(self.join_fds, self._folders.values(), strict=False)
+            if hierarchy.version == 2 or "pids" not in hierarchy.controllers
+        ]
+
     def hits(self) -> dict[str, int]:
         """How often a limit was met: processes killed for want of memory, forks refused."""
         return {

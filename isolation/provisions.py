@@ -26,7 +26,12 @@ class Provision:
 
     @property
     def joins(self) -> list[int]:
+        """For `take_place` of PID 1 and of agents' commands."""
         return [] if self.leaf is None else self.leaf.join_fds
+
+    @property
+    def verifier_joins(self) -> list[int]:
+        return [] if self.leaf is None else self.leaf.verifier_join_fds
 
 
 class Provisions:
@@ -47,11 +52,10 @@ class Provisions:
         """How each limit is enforced, and which ways out of the network there are."""
         rung, by = self._ground.rung, self._by_cgroup
         watched = "watched, five times a second: the episode is killed"
-        uncapped = watched if not rung.caps_processes else "RLIMIT_NPROC"
         return {
             "enforcement": {
                 "memory": "cgroup" if "memory" in by else watched,
-                "processes": "cgroup" if "pids" in by else uncapped,
+                "processes": "RLIMIT_NPROC" if rung.caps_processes else "cgroup" if "pids" in by else watched,
                 "cpus": "cgroup" if "cpu" in by else "affinity and niceness (the episode may undo the affinity)",
                 "storage": "the size of a tmpfs" if self._ground.in_memory else watched,
             },
@@ -123,7 +127,10 @@ class Provisions:
         self._dying = [leaf for leaf in self._dying if not leaf.remove()]
 
     def _for_cgroup(self, wanted: Limits) -> Limits:
-        return wanted if "memory" in self._by_cgroup else replace(wanted, memory_bytes=None)
+        """RLIMIT_NPROC is the better cap for processes: it leaves verifiers out."""
+        memory = wanted.memory_bytes if "memory" in self._by_cgroup else None
+        processes = None if self._ground.rung.caps_processes else wanted.processes_max
+        return replace(wanted, memory_bytes=memory, processes_max=processes)
 
     def _for_warden(self, wanted: Limits) -> Limits:
         memory = None if "memory" in self._by_cgroup else wanted.memory_bytes

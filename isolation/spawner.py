@@ -255,7 +255,7 @@ class Spawner:
 
     def _enter_as_verifier(self, episode: Episode, opened: dict[str, int], tests: int, logs: int) -> Callable[[], None]:
         def enter() -> None:
-            take_place(episode.provision.joins, sorted(episode.provision.cpus))
+            take_place(episode.provision.verifier_joins, sorted(episode.provision.cpus))
             sc.setns(opened["mnt"], sc.CLONE_NEWNS)
             # Still outside the episode's user namespace: with these mounts made inside it, root there remounted
             # /tests read-write and changed the pristine files.

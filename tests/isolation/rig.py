@@ -116,18 +116,24 @@ class Rig:
     async def start(cls, scratch: Path, hide: Iterable[str] = (), rung: str = "") -> Self:
         self = cls(scratch)
         asyncio.get_running_loop().set_exception_handler(self._complain)
-        self.spawner = await Spawner.start(SpawnerConfig(rung or best_rung(), (str(scratch),), tuple(hide)))
+        config = SpawnerConfig(rung or best_rung(), (str(scratch),), tuple(hide))
+        self.spawner = await Spawner.start(config)
         await self._settle()
-        self._helper_descriptors = {pid: count_descriptors(pid) for pid in (self.pid, self.launcher_pid, self.warden_pid)}
+        self._helper_descriptors = {
+            pid: count_descriptors(pid) for pid in (self.pid, self.launcher_pid, self.warden_pid)
+        }
         return self
 
     async def _settle(self) -> None:
-        """Both helpers have answered, so they have set themselves up."""
+        """All helpers have answered, so they have set themselves up."""
         with pytest.raises(SandboxError, match="no sandbox"):
             await self.spawner._ask({"op": "destroy", "name": "nobody"})
         request = {"op": "exec", "name": "nobody", "command": {}}
         with pytest.raises(SandboxError, match="dead"):
             await self.spawner._start_process(self.spawner.launcher, request, ()).wait()
+        sandbox = await self.spawner.create(SandboxSpec("first"))
+        await sandbox.usage()
+        await sandbox.destroy()
 
     def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._complaints.append(f"{context['message']}: {context.get('exception')!r}")

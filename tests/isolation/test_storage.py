@@ -41,12 +41,6 @@ def test_an_idle_worktree_is_not_walked(tmp_path: Path) -> None:
     drain = Drain()
     drain.look()
     storage = Storage("upper", Limits(storage_bytes=_MIB), drain)
-    drain.size += 2 * _MIB
-    assert not storage.is_due(), "no process of the episode has been seen"
-    storage.touched = True
-    assert storage.is_due()
-    assert storage.advance(1)
-    storage.touched = True
     assert not storage.is_due()
     drain.size += _MIB
     assert not storage.is_due(), "it is empty, so all of its limit is left"
