@@ -42,10 +42,16 @@ def become(command: CommandSpec, fds: list[int], enter: Callable[[], None], repo
         os.execve(command.path, command.argv, command.env)
     except BaseException as error:
         with contextlib.suppress(BaseException):
-            report(f"{command.path}: {error}")
+            report(f"{command.path}: {_explain(error)}")
     finally:
         # Whatever happened: a fork must never go on as a second launcher or spawner.
         os._exit(NOT_STARTED)
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, BlockingIOError):  # EAGAIN, which execve(2) gives for nothing else
+        return "the episode has reached its limit of processes: nothing can be started before some of them end"
+    return str(error)
 
 
 def _open_terminal(reply_fd: int) -> list[int]:

@@ -142,8 +142,18 @@ def _mount_everything(spec: SandboxSpec, rung: Rung, inside: Inside) -> None:
     sc.mount("", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
     for fd, place in inside.worktree:
         sc.move_mount(fd, STAGE + place)
-    sc.move_mount(inside.sysfs, STAGE + "/sys")
+    _mount_sysfs(spec, inside.sysfs)
     mounts.apply(mounts.sandbox_plan(rung, spec), STAGE)
+
+
+def _mount_sysfs(spec: SandboxSpec, of_host: int) -> None:
+    """A fresh one shows the interfaces of our own network; where /sys is masked there is only the host's."""
+    if spec.network is not Network.HOST:
+        with contextlib.suppress(OSError):
+            flags = sc.MS_RDONLY | sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC
+            sc.mount("sysfs", STAGE + "/sys", "sysfs", flags)
+            return
+    sc.move_mount(of_host, STAGE + "/sys")
 
 
 def _cap_processes(spec: SandboxSpec) -> None:

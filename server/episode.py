@@ -264,15 +264,15 @@ class Episode:
         }
         if hits:
             info["limits_hit"] = hits
-        if result.exit_code == 0:
-            return self._observe(output=result.output, info=info)
         problems = list(hits.values())
         if result.timed_out:
             problems.insert(0, f"the command timed out after {timeout_s:g} s and was killed with all it had started")
         if not problems:
             return self._observe(output=result.output, info=info)
         error = "; ".join(problems)
-        return self._observe(output=f"{result.output}\n[{error}]\n", success=False, error=error, info=info)
+        # A command that came to its own good end in spite of a limit was carried out.
+        output, done = f"{result.output}\n[{error}]\n", result.exit_code == 0 and not result.timed_out
+        return self._observe(output=output, success=done, error=error, info=info)
 
     async def _start(self, name: str, command: str) -> str:
         if not command:

@@ -13,8 +13,9 @@ from tbench2_env.server.output import Capture, Reader, open_pipe
 BASH = "/bin/bash"
 #: Where the command line is read from. By descriptor, so that neither its length (execve takes 128 KiB in one
 #: argument) nor its quotes matter, and nobody's argv holds it: `pkill -f` must not find the shell that runs it.
-#: `eval` keeps bash's own error messages ("bash: line 1: ...").
-_READ_AND_RUN = 'read -rd "" -u 3; exec 3<&-; eval "$REPLY"'
+#: `eval` keeps bash's own error messages ("bash: line 1: ..."). With a trap for it, useless otherwise, bash says of a
+#: killed child "Killed", as a terminal does, and does not repeat the whole command line.
+_READ_AND_RUN = 'read -rd "" -u 3; exec 3<&-; trap : KILL; eval "$REPLY"'
 _READ_AND_WRITE = 'case $1 in */*) mkdir -p -- "${1%/*}" ;; esac && cat <&3 >"$1"'
 #: Exit code of a command that was killed by signal n is 128 + n, as in a shell.
 _SIGNAL_BASE = 128
