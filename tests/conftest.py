@@ -1,14 +1,12 @@
 """Fixtures: one real server for most tests, checked after each that it is as idle as before."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from support.server import Server
+from support.server import MakeServer, Server, idle_again
 from support.tasks import copy_samples, make_task
-
-DESCRIPTOR_SLACK = 10
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +29,8 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory, tasks: Path) -> Iter
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
     """A running server with the fixture tasks, 64 slots and a command limit of 20 s; idle again after the test."""
-    before = shared_server.descriptors()
-    yield shared_server
-    shared_server.assert_idle()
-    assert shared_server.descriptors() <= before + DESCRIPTOR_SLACK
-
-
-MakeServer = Callable[..., Server]
+    with idle_again(shared_server):
+        yield shared_server
 
 
 @pytest.fixture

@@ -1,22 +1,11 @@
+"""What the models refuse, keep and ignore; their fields and defaults are pinned in contract/test_wire_models.py."""
+
 import dataclasses
 
 import pytest
 from pydantic import ValidationError
 
 from tbench2_env import StepResult, Tbench2Action, Tbench2Observation, Tbench2State
-
-
-def test_an_action_has_upstreams_fields_and_defaults() -> None:
-    assert Tbench2Action().model_dump() == {
-        "action_type": "exec",
-        "command": "",
-        "session_id": None,
-        "block": True,
-        "wait_seconds": None,
-        "file_path": "",
-        "content": "",
-        "metadata": {},
-    }
 
 
 def test_an_action_refuses_unknown_fields() -> None:
@@ -34,23 +23,6 @@ def test_an_action_type_is_not_restricted_by_the_client() -> None:
     assert Tbench2Action(action_type="levitate").action_type == "levitate"
 
 
-def test_an_observation_has_upstreams_fields_and_defaults() -> None:
-    assert Tbench2Observation().model_dump() == {
-        "instruction": "",
-        "output": "",
-        "success": True,
-        "error": "",
-        "task_id": "",
-        "task_path": "",
-        "session_id": None,
-        "action_type": "",
-        "info": {},
-        "reward": None,
-        "done": False,
-        "metadata": {},
-    }
-
-
 def test_an_observation_ignores_what_a_newer_server_adds() -> None:
     observation = Tbench2Observation.model_validate({"output": "x", "novelty": 1})
     assert observation.output == "x"
@@ -66,20 +38,6 @@ def test_a_reward_keeps_its_type(reward: bool | int | float | None) -> None:
 def test_metadata_is_not_shared_between_instances() -> None:
     Tbench2Action().metadata["k"] = 1
     assert Tbench2Action().metadata == {}
-
-
-def test_a_state_has_upstreams_fields_and_defaults() -> None:
-    assert Tbench2State().model_dump() == {
-        "episode_id": None,
-        "step_count": 0,
-        "task_id": "",
-        "task_path": "",
-        "session_id": "",
-        "terminal_ready": False,
-        "last_action_type": "",
-        "last_command": "",
-        "last_output": "",
-    }
 
 
 def test_a_state_keeps_further_fields_but_no_negative_count() -> None:

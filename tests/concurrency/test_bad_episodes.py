@@ -4,25 +4,13 @@ import asyncio
 import contextlib
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from support.server import HELPERS, Server, eventually
+from support.processes import running
+from support.server import HELPERS, MakeServer, Server
+from support.talk import soon, wire
 from support.tasks import make_task
-from support.wire import Wire
 from tbench2_env import CapacityReached, Tbench2Env
-
-MakeServer = Callable[..., Server]
-
-
-async def soon(true: Callable[[], bool], within_s: float, why: Callable[[], str] = lambda: "not in time") -> None:
-    await asyncio.to_thread(eventually, true, within_s, why)
-
-
-def running(server: Server, text: str) -> int:
-    return sum(text in command for command in server.descendants().values())
 
 
 async def test_many_processes_of_one_episode_do_not_hurt_another(server: Server) -> None:
@@ -30,33 +18,13 @@ async def test_many_processes_of_one_episode_do_not_hurt_another(server: Server)
         await a.reset(task_id="ok")
         await b.reset(task_id="ok")
         assert (await a.exec("for i in $(seq 200); do sleep 614 & done; echo started")).output == "started\n"
-        await soon(lambda: running(server, "sleep 614") == 200, 5)
+        await soon(lambda: len(running(server, "sleep 614")) == 200, 5)
         begun = time.monotonic()
         assert (await b.exec("echo ok > out.txt; pgrep -xc sleep")).output == "0\n"
         assert (await b.evaluate()).reward == 1.0
         assert time.monotonic() - begun < 3
         await a.close()
-        await soon(lambda: running(server, "sleep 614") == 0, 2)
-
-
-async def test_dropped_connections_free_slots_and_processes(make_server: MakeServer) -> None:
-    server = make_server({"MAX_CONCURRENT_ENVS": "20"})
-    before = server.descriptors()
-    wires = [await Wire.open(server) for _ in range(20)]
-    for reset in await asyncio.gather(*(wire.reset() for wire in wires)):
-        assert reset["type"] == "observation"
-    for wire in wires:
-        await wire.exec("setsid sleep 999 & sleep 999")
-    await soon(lambda: running(server, "sleep 999") == 40, 10, lambda: str(server.descendants()))
-    for wire in wires:
-        wire.drop()
-    await soon(lambda: len(server.descendants()) == HELPERS, 2, lambda: str(server.descendants()))
-    await soon(lambda: not server.worktrees(), 2)
-    async with contextlib.AsyncExitStack() as stack:
-        again = [await stack.enter_async_context(await Wire.open(server)) for _ in range(20)]
-        for reset in await asyncio.gather(*(wire.reset() for wire in again)):
-            assert reset["type"] == "observation"
-    await soon(lambda: server.descriptors() <= before + 10, 3)
+        await soon(lambda: not running(server, "sleep 614"), 2)
 
 
 async def test_a_connection_dropped_during_reset_or_evaluate_leaves_nothing(
@@ -64,41 +32,19 @@ async def test_a_connection_dropped_during_reset_or_evaluate_leaves_nothing(
 ) -> None:
     make_task(tmp_path / "own", "slow", "sleep 615\n")
     server = make_server({"MAX_CONCURRENT_ENVS": "10"}, tasks=tmp_path / "own")
-    resetting, evaluating = [[await Wire.open(server) for _ in range(5)] for _ in range(2)]
-    for wire in evaluating:
-        await wire.reset("slow")
-        await wire.send("step", {"action_type": "evaluate"})
-    await soon(lambda: running(server, "sleep 615") == 5, 5)
-    for wire in resetting:
-        await wire.send("reset", {"task_id": "slow"})
-    for wire in resetting + evaluating:
-        wire.drop()
-    await soon(lambda: len(server.descendants()) == HELPERS, 2, lambda: str(server.descendants()))
+    async with contextlib.AsyncExitStack() as stack:
+        resetting, evaluating = [[await stack.enter_async_context(wire(server)) for _ in range(5)] for _ in range(2)]
+        for session in evaluating:
+            await session.reset("slow")
+            await session.tell("step", {"action_type": "evaluate"})
+        await soon(lambda: len(running(server, "sleep 615")) == 5, 5)
+        for session in resetting:
+            await session.tell("reset", {"task_id": "slow"})
+        for session in resetting + evaluating:
+            session.drop()
+        await soon(lambda: len(server.descendants()) == HELPERS, 2, lambda: str(server.descendants()))
     async with server.client() as env:
         assert (await env.reset(task_id="slow")).observation.success
-
-
-async def test_a_client_that_sends_far_ahead_and_drops_is_noticed(make_server: MakeServer) -> None:
-    server = make_server({"TB2_COMMAND_TIMEOUT_S": "5"})
-    wire = await Wire.open(server)
-    await wire.reset()
-    await wire.exec("sleep 616")
-    for _ in range(200):
-        await wire.send("state")
-    await soon(lambda: running(server, "sleep 616") == 1, 5)
-    wire.drop()
-    await soon(lambda: len(server.descendants()) == HELPERS, 2, lambda: str(server.descendants()))
-
-
-async def test_a_cancelled_step_frees_the_episode(server: Server) -> None:
-    async with server.client() as env:
-        await env.reset(task_id="ok")
-        step = asyncio.create_task(env.exec("sleep 617"))
-        await soon(lambda: running(server, "sleep 617") == 1, 5)
-        step.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await step
-        await soon(lambda: len(server.descendants()) == HELPERS, 2)
 
 
 async def test_exactly_as_many_are_admitted_as_there_are_slots(make_server: MakeServer) -> None:
@@ -120,13 +66,6 @@ async def test_exactly_as_many_are_admitted_as_there_are_slots(make_server: Make
     assert len(refused) == 16
     assert {(full.active_sessions, full.max_sessions) for full in refused} == {(4, 4)}
     assert all("CAPACITY_REACHED" in str(full) for full in refused)
-
-
-async def test_the_slot_of_a_client_that_has_closed_is_free(make_server: MakeServer) -> None:
-    server = make_server({"MAX_CONCURRENT_ENVS": "1"})
-    for _ in range(10):
-        async with server.client() as env:
-            assert (await env.reset(task_id="ok")).observation.success
 
 
 async def test_a_slow_reset_does_not_hold_up_others(make_server: MakeServer, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,11 +14,9 @@ import pytest
 
 from support.files import picture
 from support.git import commit_all
-from support.server import Server, free_port
+from support.server import MakeServer, free_port
 from support.tasks import make_task
 from tbench2_env import ExecutionFailed, Tbench2Env
-
-MakeServer = Callable[..., Server]
 
 
 async def play(env: Tbench2Env, task_id: str = "ok") -> tuple[float | None, str | None]:

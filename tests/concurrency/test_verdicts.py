@@ -3,10 +3,9 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from support.server import Server
+from support.server import MakeServer
 from support.tasks import OK_TEST, make_task
 from tbench2_env import Tbench2Env
 from tbench2_env.models import StepResult, Tbench2Observation
@@ -30,7 +29,7 @@ def interval(output: str) -> tuple[float, float]:
 
 
 async def test_32_slow_verifiers_of_one_task_run_at_once_and_are_all_right(
-    make_server: Callable[..., Server], tmp_path: Path
+    make_server: MakeServer, tmp_path: Path
 ) -> None:
     make_task(tmp_path / "own", "slow", SLOW_TEST)
     server = make_server(tasks=tmp_path / "own")

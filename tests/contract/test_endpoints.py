@@ -77,11 +77,14 @@ def test_docs_and_openapi(server: Server) -> None:
         (b"{", None, -32600),
         (b"\xff\xfe\x00", None, -32600),
         (b"[" * 200_000, None, -32600),
+        (b'{"id": 1, "method": "\\ud800"}', 1, -32601),
+        (b'{"id": "\\ud800", "method": "x"}', "\ud800", -32601),
+        (b'{"id": {"a": 1}, "method": "x"}', {"a": 1}, -32601),
+        (b'{"id": NaN, "method": "x"}', None, -32601),
+        (b'{"jsonrpc": "2.0", "id": 1}', None, -32600),
     ],
 )
-def test_mcp_answers_json_rpc_whatever_comes(
-    server: Server, body: bytes, request_id: int | str | None, code: int
-) -> None:
+def test_mcp_answers_json_rpc_whatever_comes(server: Server, body: bytes, request_id: Any, code: int) -> None:
     status, media_type, text = fetch(f"{server.url}/mcp", body)
     assert (status, media_type) == (200, "application/json")
     answer = json.loads(text)

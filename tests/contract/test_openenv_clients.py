@@ -4,20 +4,19 @@ Importing openenv costs seconds, so the modules that need it do so once for the 
 """
 
 import asyncio
-import json
+import time
 from typing import Any
 
 import pytest
-from conftest import MakeServer
 from openenv.core.client_types import StepResult
 from openenv.core.env_client import EnvClient
 from openenv.core.env_server.types import Action, Observation, State
 from openenv.core.generic_client import GenericEnvClient
 from pydantic import Field
-from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedOK
 
-from support.server import Server
+from support.server import MakeServer, Server
+from support.talk import wire
 
 
 class UpstreamAction(Action):
@@ -115,9 +114,12 @@ async def test_a_named_terminal_through_an_openenv_client(server: Server) -> Non
         await env.reset(task_id="ok")
         await env.step(UpstreamAction(command="cat", block=False, session_id="cat"))
         written = await env.step(UpstreamAction(action_type="write", session_id="cat", command="purr"))
-        waited = await env.step(UpstreamAction(action_type="wait", session_id="cat", wait_seconds=0.5))
-        heard = written.observation.output + waited.observation.output
-        assert heard.count("purr") == 2, "the terminal's echo and cat's answer"
+        heard, deadline = written.observation.output, time.monotonic() + 10
+        while heard.count("purr") < 2:  # the terminal's echo and cat's answer
+            assert time.monotonic() < deadline, heard
+            waited = await env.step(UpstreamAction(action_type="wait", session_id="cat", wait_seconds=0.1))
+            heard += waited.observation.output
+        waited = await env.step(UpstreamAction(action_type="wait", session_id="cat", wait_seconds=0.1))
         assert (waited.observation.session_id, waited.observation.success) == ("cat", True)
         killed = await env.step(UpstreamAction(action_type="kill", session_id="cat"))
         assert killed.observation.success
@@ -152,12 +154,12 @@ async def test_over_capacity_the_frame_says_so_and_the_connection_closes(make_se
     server = make_server({"MAX_CONCURRENT_ENVS": "1"})
     async with GenericEnvClient(base_url=server.url) as first:
         await first.reset(task_id="ok")
-        async with connect(f"{server.url.replace('http', 'ws')}/ws", proxy=None) as refused:
-            frame = json.loads(await refused.recv())
+        async with wire(server) as refused:
+            frame = await refused.hear()
             assert (frame["type"], frame["data"]["code"]) == ("error", "CAPACITY_REACHED")
             assert (frame["data"]["active_sessions"], frame["data"]["max_sessions"]) == (1, 1)
             with pytest.raises(ConnectionClosedOK):
-                await refused.recv()
+                await refused.hear()
 
         second = GenericEnvClient(base_url=server.url)
         # The frame and the close may both arrive before the client has sent anything; its library then reports the

@@ -1,12 +1,11 @@
 """Tasks whose verifiers hang, and servers to break."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.server import Server
+from support.server import Server, idle_again
 from support.talk import slots_active
 from support.tasks import TOML, make_task
 
@@ -27,9 +26,6 @@ def life_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-DESCRIPTOR_SLACK = 10
-
-
 @pytest.fixture(scope="session")
 def life_server(tmp_path_factory: pytest.TempPathFactory, life_tasks: Path) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("life"), life_tasks).start()
@@ -41,14 +37,6 @@ def life_server(tmp_path_factory: pytest.TempPathFactory, life_tasks: Path) -> I
 @pytest.fixture
 def server(life_server: Server) -> Iterator[Server]:
     """A server with these tasks, idle before and after the test."""
-    before = life_server.descriptors()
-    yield life_server
-    try:
-        life_server.assert_idle()
-        assert slots_active(life_server) == 0
-        assert life_server.descriptors() <= before + DESCRIPTOR_SLACK
-    except AssertionError:
-        # What one test has left is not to be held against the others.
-        life_server.stop(signal.SIGKILL)
-        life_server.start()
-        raise
+    with idle_again(life_server):
+        yield life_server
+    assert slots_active(life_server) == 0, "a slot is nobody's"

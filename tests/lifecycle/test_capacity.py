@@ -10,8 +10,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from support.processes import Stopped, spawner
-from support.server import Server
-from support.talk import MakeServer, Wire, async_http, begin, http, metric, problem, slots_active, soon, wire
+from support.server import MakeServer, Server
+from support.talk import Wire, async_http, begin, http, metric, problem, slots_active, soon, wire
 
 N = 4
 ROUNDS = 50

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from support.processes import Stopped, inits, kill_init, launcher, matching, running, spawner
-from support.server import HELPERS, Server, eventually
-from support.talk import MakeServer, Wire, async_http, begin, http, metric, problem, slots_active, soon, wire
+from support.server import HELPERS, MakeServer, Server, eventually
+from support.talk import Wire, async_http, begin, http, metric, problem, slots_active, soon, wire
 
 #: Seconds that all of a dead helper's episodes have to answer.
 TOLD_WITHIN_S = 2.0

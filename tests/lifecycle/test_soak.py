@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from support.processes import inits, running
-from support.server import HELPERS, Server
-from support.talk import MakeServer, async_http, metric, slots_active, soon, wire
+from support.server import HELPERS, MakeServer, Server
+from support.talk import async_http, metric, slots_active, soon, wire
 
 log = logging.getLogger(__name__)
 EPISODES = int(os.environ.get("TB2_SOAK_EPISODES", "300"))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from support.processes import running
-from support.server import Server
-from support.talk import MakeServer, async_http, begin, http, metric, problem, soon, wire
+from support.server import MakeServer, Server
+from support.talk import async_http, begin, http, metric, problem, soon, wire
 
 IDLE_S = 2.0
 
@@ -52,9 +52,11 @@ async def _idle_http(reaping: Server) -> None:
         answer = (await client.post(f"/episodes/{episode_id}/exec", json={"command": "sleep 3; echo ok"})).json()
         assert (answer["success"], answer["output"]) == (True, "ok\n")
         started = await client.post(f"/episodes/{episode_id}/exec?wait=0", json={"command": "sleep 3; echo ok"})
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(2.5)
+        with http(reaping) as poll:
+            await soon(lambda: poll.get(started.json()["url"]).json()["done"], 5)
         polled = (await client.get(started.json()["url"])).json()
-        assert (polled["done"], polled["answer"]["output"]) == (True, "ok\n")
+        assert polled["answer"]["output"] == "ok\n"
         deadline = time.monotonic() + IDLE_S + 3
         while (await client.get(f"/episodes/{episode_id}")).json()["state"] == "live":
             assert time.monotonic() < deadline
@@ -96,20 +98,20 @@ async def test_a_transfer_is_activity(reaping: Server) -> None:
                     await asyncio.sleep(1.5)
         assert size == 30_000_000
         assert (await client.delete(f"/episodes/{episode_id}")).status_code == 204
-    assert metric(reaping, "tbench2_ends_total", reason="deleted") == 1
+        assert (await client.get(f"/episodes/{episode_id}")).json()["end"] == "deleted"
 
 
 async def test_the_deadline_ends_an_episode_in_mid_command(make_server: MakeServer, life_tasks: Path) -> None:
     server = make_server({"TB2_EPISODE_TIMEOUT_S": "2"}, tasks=life_tasks)
     async with wire(server) as session, async_http(server) as client:
         for _ in range(2):
+            begun = time.monotonic()
             assert (await session.reset())["info"]["episode_timeout_s"] == 2
             created = await client.post("/episodes", json={"task_id": "ok"})
-            begun = time.monotonic()
             url = f"/episodes/{created.json()['episode_id']}/exec"
             over_http = asyncio.create_task(client.post(url, json={"command": "echo some; sleep 999"}))
             answer = await session.step(command="echo some; sleep 999")
-            assert 1.5 < time.monotonic() - begun < 4
+            assert 2 <= time.monotonic() - begun < 5
             assert (answer["success"], answer["done"]) == (False, True)
             assert "TB2_EPISODE_TIMEOUT_S" in answer["error"]
             assert "TB2_EPISODE_TIMEOUT_S" in problem(await over_http, 409, "EPISODE_ENDED")["detail"]
@@ -150,11 +152,11 @@ async def test_the_task_may_set_the_deadline(make_server: MakeServer, life_tasks
 
 
 async def test_reset_again_starts_the_time_anew(make_server: MakeServer, life_tasks: Path) -> None:
-    server = make_server({"TB2_EPISODE_TIMEOUT_S": "2"}, tasks=life_tasks)
+    server = make_server({"TB2_EPISODE_TIMEOUT_S": "3"}, tasks=life_tasks)
     async with wire(server) as session:
         for _ in range(2):
             await session.reset()
-            assert (await session.step(command="sleep 1.3; echo ok"))["output"] == "ok\n"
+            assert (await session.step(command="sleep 1.6; echo ok"))["output"] == "ok\n"
     assert metric(server, "tbench2_ends_total", reason="deadline") == 0
 
 
@@ -177,9 +179,3 @@ def test_a_command_of_its_own_limit(make_server: MakeServer, life_tasks: Path) -
         step = {"episode_id": episode_id, "action": {"command": "sleep 1.2; echo ok"}, "timeout_s": 10}
         assert client.post("/step", json=step).json()["observation"]["output"] == "ok\n"
         client.delete(f"/episodes/{episode_id}")
-
-
-@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
-def test_a_wrong_episode_timeout_is_refused_at_start(make_server: MakeServer, life_tasks: Path, value: str) -> None:
-    with pytest.raises(AssertionError, match="TB2_EPISODE_TIMEOUT_S"):
-        make_server({"TB2_EPISODE_TIMEOUT_S": value}, tasks=life_tasks)

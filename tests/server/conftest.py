@@ -1,13 +1,15 @@
-"""Fixtures of the server's tests: tasks made for one case, and a server whose commands get two seconds."""
+"""Fixtures of the server's tests: tasks made for one case, a server whose commands get two seconds, an episode."""
 
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from support.server import Server
+from support.server import Server, idle_again
+from support.talk import begin, http
 from support.tasks import make_task
 
 AddTask = Callable[..., str]
@@ -38,5 +40,19 @@ def shared_quick_server(tmp_path_factory: pytest.TempPathFactory, tasks: Path) -
 @pytest.fixture
 def quick_server(shared_quick_server: Server) -> Iterator[Server]:
     """As `server`, with a command limit of 2 s."""
-    yield shared_quick_server
-    shared_quick_server.assert_idle()
+    with idle_again(shared_quick_server):
+        yield shared_quick_server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[httpx.Client]:
+    with http(server) as client:
+        yield client
+
+
+@pytest.fixture
+def episode(client: httpx.Client) -> Iterator[str]:
+    """The path of a live episode of the task ok."""
+    path = f"/episodes/{begin(client)}"
+    yield path
+    client.delete(path)

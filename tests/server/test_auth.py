@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from support.server import Server, eventually
+from support.server import Server, eventually, idle_again
 from support.talk import begin, http, problem, slots_active, wire
 from tbench2_env import Tbench2Env, Tbench2HttpEnv, Unauthorized
 
@@ -40,8 +40,8 @@ def _guarded(tmp_path_factory: pytest.TempPathFactory, tasks: Path) -> Iterator[
 
 @pytest.fixture
 def guarded(_guarded: Server) -> Iterator[Server]:
-    yield _guarded
-    _guarded.assert_idle()
+    with idle_again(_guarded):
+        yield _guarded
 
 
 @pytest.fixture(autouse=True)

@@ -1,41 +1,20 @@
 """Episodes as resources: CONTRACT section 6, every status with its problem."""
 
-import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from support.server import Server, eventually
-from support.talk import MakeServer, begin, http, metric, problem
+from support.server import MakeServer, Server, eventually
+from support.talk import begin, execute, http, metric, problem
 from support.tasks import make_task
 
-AddTask = Callable[..., str]
+from .conftest import AddTask
+
 _LONG = "x" * 300
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:
-    with http(server) as client:
-        yield client
-
-
-@pytest.fixture
-def episode(client: httpx.Client) -> Iterator[str]:
-    """The path of a live episode of the task ok."""
-    path = f"/episodes/{begin(client)}"
-    yield path
-    client.delete(path)
-
-
-def _exec(client: httpx.Client, episode: str, command: str, **more: Any) -> dict[str, Any]:
-    response = client.post(f"{episode}/exec", json={"command": command, **more})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+UNTIL_GO = "until [ -e go ]; do sleep 0.02; done"
 
 
 # ---------------------------------------------------------------- the whole job
@@ -54,7 +33,7 @@ def test_an_episode_from_begin_to_verdict(client: httpx.Client) -> None:
     before = client.post(f"{episode}/evaluate").json()
     assert set(before) == {"reward", "done", "output", "error", "info"}
     assert (before["reward"], before["done"], before["error"]) == (0.0, True, "")
-    assert _exec(client, episode, "echo ok > out.txt; cat out.txt; exit 3") == {
+    assert execute(client, episode, "echo ok > out.txt; cat out.txt; exit 3") == {
         "output": "ok\n", "success": True, "error": "", "exit_code": 3, "timed_out": False,
     }  # fmt: skip
     after = client.post(f"{episode}/evaluate").json()
@@ -67,16 +46,16 @@ def test_an_episode_from_begin_to_verdict(client: httpx.Client) -> None:
 
 def test_episodes_have_their_own_files(client: httpx.Client) -> None:
     one, other = (f"/episodes/{begin(client)}" for _ in range(2))
-    _exec(client, one, "echo mine > f")
-    assert _exec(client, other, "cat f")["exit_code"] == 1
+    execute(client, one, "echo mine > f")
+    assert execute(client, other, "cat f")["exit_code"] == 1
     client.delete(one)
-    assert _exec(client, other, "echo ok")["output"] == "ok\n"
+    assert execute(client, other, "echo ok")["output"] == "ok\n"
     client.delete(other)
 
 
 def test_an_episode_is_the_same_whatever_shape_is_used(client: httpx.Client, episode: str) -> None:
     episode_id = episode.rpartition("/")[2]
-    _exec(client, episode, "echo resource > f")
+    execute(client, episode, "echo resource > f")
     step = {"episode_id": episode_id, "action": {"command": "cat f; echo openenv > f"}}
     assert client.post("/step", json=step).json()["observation"]["output"] == "resource\n"
     assert client.get(f"{episode}/files?path=f").content == b"openenv\n"
@@ -88,7 +67,7 @@ def test_a_websockets_episode_is_listed_and_can_be_used(server: Server, client: 
         env.reset(task_id="ok", episode_id="from-the-socket")
         (entry,) = client.get("/episodes").json()["episodes"]
         assert (entry["episode_id"], entry["state"]) == ("from-the-socket", "live")
-        _exec(client, "/episodes/from-the-socket", "echo http > f")
+        execute(client, "/episodes/from-the-socket", "echo http > f")
         assert env.exec("cat f").output == "http\n"
 
 
@@ -150,7 +129,7 @@ def test_an_ended_episode_is_409(client: httpx.Client, method: str, url: str, bo
 
 
 def test_a_busy_episode_is_409(client: httpx.Client, episode: str) -> None:
-    started = client.post(f"{episode}/exec?wait=0", json={"command": "sleep 1.5; echo ok"})
+    started = client.post(f"{episode}/exec?wait=0", json={"command": f"{UNTIL_GO}; echo ok"})
     eventually(lambda: bool(client.get(episode).json()["busy"]), 2)
     for url, body in (
         (f"{episode}/exec", {"command": "ls"}),
@@ -160,10 +139,11 @@ def test_a_busy_episode_is_409(client: httpx.Client, episode: str) -> None:
         ("/step", {"episode_id": episode.rpartition("/")[2], "action": {"command": "ls"}}),
     ):
         problem(client.post(url, json=body), 409, "EPISODE_BUSY")
+    assert client.put(f"{episode}/files?path=go").status_code == 204
     url = started.json()["url"]
     eventually(lambda: bool(client.get(url).json()["done"]), 5)
     assert client.get(url).json()["answer"]["output"] == "ok\n", "nobody else got in its way"
-    assert _exec(client, episode, "echo free")["output"] == "free\n"
+    assert execute(client, episode, "echo free")["output"] == "free\n"
 
 
 @pytest.mark.parametrize("task_id", ["nope", "../ok", "/etc", "a/b", "a\0b", ".", _LONG])
@@ -277,7 +257,7 @@ def test_capacity_is_429_in_both_shapes(make_server: MakeServer) -> None:
 # ---------------------------------------------------------------- not waiting
 def test_an_exec_that_is_not_waited_for(client: httpx.Client, episode: str) -> None:
     begun = time.monotonic()
-    response = client.post(f"{episode}/exec?wait=0", json={"command": "echo some; sleep 2; exit 5"})
+    response = client.post(f"{episode}/exec?wait=0", json={"command": f"echo some; {UNTIL_GO}; exit 5"})
     assert time.monotonic() - begun < 1
     assert response.status_code == 202
     assert set(response.json()) == {"handle", "url"}
@@ -285,6 +265,7 @@ def test_an_exec_that_is_not_waited_for(client: httpx.Client, episode: str) -> N
     assert url == response.json()["url"]
     first = client.get(url).json()
     assert first == {"handle": response.json()["handle"], "done": False, "answer": None}
+    assert client.put(f"{episode}/files?path=go").status_code == 204
     eventually(lambda: bool(client.get(url).json()["done"]), 6)
     answer = client.get(url).json()["answer"]
     assert answer == {"output": "some\n", "success": True, "error": "", "exit_code": 5, "timed_out": False}
@@ -292,7 +273,7 @@ def test_an_exec_that_is_not_waited_for(client: httpx.Client, episode: str) -> N
 
 
 def test_an_evaluate_that_is_not_waited_for(client: httpx.Client, episode: str) -> None:
-    _exec(client, episode, "echo ok > out.txt")
+    execute(client, episode, "echo ok > out.txt")
     url = client.post(f"{episode}/evaluate?wait=0").json()["url"]
     eventually(lambda: bool(client.get(url).json()["done"]), 6)
     answer = client.get(url).json()["answer"]
@@ -410,13 +391,13 @@ def test_reset_then_step(client: httpx.Client) -> None:
     assert "closed" in problem(response, 409, "EPISODE_ENDED")["detail"]
 
 
-@pytest.mark.parametrize("body", [None, {}, {"task_name": "ok", "extra": 1}])
-def test_reset_takes_what_openenv_sends(make_server: MakeServer, body: Any) -> None:
+def test_reset_takes_what_openenv_sends(make_server: MakeServer) -> None:
     server = make_server({"TB2_DEFAULT_TASK_ID": "ok"})
     with http(server) as client:
-        answer = client.post("/reset", json=body).json()
-        assert answer["observation"]["task_id"] == "ok"
-        client.delete(f"/episodes/{answer['observation']['metadata']['episode_id']}")
+        for body in (None, {}, {"task_name": "ok", "extra": 1}):
+            answer = client.post("/reset", json=body).json()
+            assert answer["observation"]["task_id"] == "ok", body
+            client.delete(f"/episodes/{answer['observation']['metadata']['episode_id']}")
 
 
 def test_a_reset_over_http_never_ends_another_episode(client: httpx.Client, server: Server) -> None:
@@ -425,31 +406,3 @@ def test_a_reset_over_http_never_ends_another_episode(client: httpx.Client, serv
     assert metric(server, "tbench2_slots_active") == 3
     for answer in ids:
         client.delete(f"/episodes/{answer['observation']['metadata']['episode_id']}")
-
-
-# ---------------------------------------------------------------- mcp
-@pytest.mark.parametrize(
-    ("body", "code", "request_id"),
-    [
-        (b'{"jsonrpc":"2.0","id":7,"method":"tools/list"}', -32603, 7),
-        (b'{"jsonrpc":"2.0","id":"a","method":"nope"}', -32601, "a"),
-        (b'{"jsonrpc":"2.0","id":1}', -32600, None),
-        (b"[]", -32600, None),
-        (b"{", -32600, None),
-        (b"\xff", -32600, None),
-        (b"", -32600, None),
-        (b"[" * 100_000, -32600, None),
-        (b'{"id":1,"method":"\\ud800"}', -32601, 1),
-        (b'{"id":"\\ud800","method":"x"}', -32601, None),
-        (b'{"id":NaN,"method":"x"}', -32601, None),
-        (b'{"id":{"a":1},"method":"x"}', -32601, None),
-    ],
-)
-def test_mcp_answers_json_rpc(client: httpx.Client, body: bytes, code: int, request_id: Any) -> None:
-    response = client.post("/mcp", content=body)
-    assert response.status_code == 200, response.text
-    answer = json.loads(response.content)
-    assert answer["jsonrpc"] == "2.0"
-    assert answer["error"]["code"] == code
-    if request_id is not None:
-        assert answer["id"] == request_id

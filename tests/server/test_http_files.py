@@ -12,25 +12,11 @@ import pytest
 
 from support.processes import running
 from support.server import Server, eventually
-from support.talk import async_http, begin, http, problem, soon
+from support.talk import async_http, begin, execute, problem, soon
 
 #: MiB of the large file: 1024 by hand.
 LARGE_MIB = int(os.environ.get("TB2_LARGE_MIB", "256"))
 GROWTH_MAX_BYTES = 64 << 20
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:
-    with http(server) as client:
-        yield client
-
-
-@pytest.fixture
-def episode(client: httpx.Client) -> Iterator[str]:
-    """The path of a live episode of the task ok."""
-    path = f"/episodes/{begin(client)}"
-    yield path
-    client.delete(path)
 
 
 def _put(client: httpx.Client, episode: str, path: str, content: bytes) -> httpx.Response:
@@ -42,7 +28,7 @@ def _get(client: httpx.Client, episode: str, path: str) -> httpx.Response:
 
 
 def _exec(client: httpx.Client, episode: str, command: str) -> str:
-    answer = client.post(f"{episode}/exec", json={"command": command}).json()
+    answer = execute(client, episode, command)
     assert answer["success"] is True, answer
     return str(answer["output"])
 

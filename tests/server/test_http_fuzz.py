@@ -6,7 +6,6 @@ TB2_FUZZ_CASES=5000 TB2_FUZZ_FRAMES=2000 pytest --timeout 3600 --log-cli-level W
 """
 
 import asyncio
-import base64
 import collections
 import json
 import logging
@@ -29,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from support.server import Server
-from support.talk import http, wire
+from support.talk import bare_websocket, http, wire
 from support.tasks import make_task
 
 log = logging.getLogger(__name__)
@@ -171,17 +170,11 @@ def _closes(frame: str | bytes) -> bool:
     return isinstance(message, dict) and message.get("type") == "close"
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 async def _talk(server: Server, frames: list[str | bytes]) -> None:
     async with wire(server) as session:
         await session.reset()
         for frame in frames:
-            await session.ws.send(frame)
-            async with asyncio.timeout(20):
-                answer = json.loads(await session.ws.recv(), parse_constant=_no_constant)
+            answer = await session.ask_raw(frame)
             assert answer["type"] in ("observation", "state", "error", "mcp")
             assert isinstance(answer["data"], dict)
             if answer["type"] == "error":
@@ -207,13 +200,7 @@ def test_no_frame_breaks_the_server(target: Server) -> None:
 
 
 async def _send_bare(server: Server, data: bytes) -> None:
-    key = base64.b64encode(b"0123456789abcdef").decode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(
-        f"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
-        "Sec-WebSocket-Version: 13\r\n\r\n".encode()
-    )
-    await reader.readuntil(b"\r\n\r\n")
+    reader, writer = await bare_websocket(server)
     writer.write(data)
     writer.write_eof()
     async with asyncio.timeout(20):

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.server import Server, eventually
-from support.talk import MakeServer, begin, http, metric, soon, wire
+from support.server import MakeServer, Server, eventually
+from support.talk import begin, http, metric, soon, wire
 from support.tasks import TOML, make_task
 
 KINDS = {

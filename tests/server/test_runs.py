@@ -3,12 +3,11 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.server import Server, eventually
+from support.server import MakeServer, Server, eventually
 from tbench2_env import BadRequest
 from tbench2_env.server.runs import Runs
 
@@ -74,7 +73,7 @@ async def test_an_episode_id_is_part_of_a_folders_name(server: Server, episode_i
             await env.reset(task_id="ok", episode_id=episode_id)
 
 
-async def test_old_runs_go_and_live_ones_stay(make_server: Callable[..., Server]) -> None:
+async def test_old_runs_go_and_live_ones_stay(make_server: MakeServer) -> None:
     server = make_server({"TB2_KEEP_RUNS": "2"})
     (server.runs / "repo_cache").mkdir()
     (server.runs / "notes.txt").touch()

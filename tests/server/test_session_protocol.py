@@ -1,13 +1,12 @@
 """OpenEnv's protocol on the wire: errors leave the connection usable, answers come in order."""
 
 import json
-from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
 
 from support.server import Server
-from support.wire import Wire
+from support.talk import observation, wire
 
 NESTED = '{"a":' * 200 + "1" + "}" * 200
 ERRORS: dict[str, tuple[str | bytes, str]] = {
@@ -40,127 +39,113 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
 }
 
 
-def output(message: dict[str, Any]) -> str:
-    assert message["type"] == "observation", message
-    return str(message["data"]["observation"]["output"])
-
-
 @pytest.mark.parametrize(("frame", "code"), ERRORS.values(), ids=ERRORS.keys())
 async def test_an_error_leaves_the_connection_and_the_episode_usable(
     server: Server, frame: str | bytes, code: str
 ) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.reset()
-        await wire.exec("echo kept > f")
-        await wire.receive()
-        answer = await wire.ask(frame)
+    async with wire(server) as session:
+        await session.reset()
+        await session.step(command="echo kept > f")
+        answer = await session.ask_raw(frame)
         assert answer["type"] == "error"
         assert answer["data"]["code"] == code
         assert 0 < len(answer["data"]["message"]) < 1000
-        await wire.exec("cat f")
-        assert output(await wire.receive()) == "kept\n"
+        assert (await session.step(command="cat f"))["output"] == "kept\n"
 
 
 async def test_a_validation_error_names_the_fields(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        answer = await wire.ask('{"type": "step", "data": {"comand": "ls", "block": []}}')
+    async with wire(server) as session:
+        answer = await session.ask_raw('{"type": "step", "data": {"comand": "ls", "block": []}}')
         assert {error["loc"][0] for error in answer["data"]["errors"]} == {"comand", "block"}
         assert "comand" in answer["data"]["message"]
 
 
 async def test_a_step_before_a_reset(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.exec("echo x")
-        answer = await wire.receive()
+    async with wire(server) as session:
+        answer = await session.ask("step", {"command": "echo x"})
         assert (answer["type"], answer["data"]["code"]) == ("error", "EXECUTION_ERROR")
         assert "reset" in answer["data"]["message"]
-        assert (await wire.ask('{"type": "state"}'))["data"]["step_count"] == 0
-        assert (await wire.reset())["type"] == "observation"
+        assert (await session.ask("state"))["data"]["step_count"] == 0
+        assert (await session.reset())["success"] is True
 
 
 async def test_a_binary_frame_of_json_is_as_good_as_text(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.reset()
-        assert output(await wire.ask(b'{"type": "step", "data": {"command": "echo hi"}}')) == "hi\n"
+    async with wire(server) as session:
+        await session.reset()
+        answer = await session.ask_raw(b'{"type": "step", "data": {"command": "echo hi"}}')
+        assert observation(answer)["output"] == "hi\n"
 
 
 async def test_the_shape_of_answers(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        reset = await wire.reset()
-        assert set(reset) == {"type", "data"}
+    async with wire(server) as session:
+        reset = await session.ask("reset", {"task_id": "ok"})
         assert set(reset["data"]) == {"observation", "reward", "done"}
         assert (reset["data"]["reward"], reset["data"]["done"]) == (0.0, False)
         assert {"instruction", "output", "success", "error", "task_id", "task_path", "info"} <= set(
             reset["data"]["observation"]
         )
-        await wire.exec("exit 3")
-        step = (await wire.receive())["data"]
+        step = (await session.ask("step", {"command": "exit 3"}))["data"]
         assert (step["reward"], step["done"], step["observation"]["success"]) == (None, False, True)
-        state = await wire.ask('{"type": "state"}')
+        state = await session.ask("state")
         assert (state["type"], state["data"]["step_count"], state["data"]["last_command"]) == ("state", 1, "exit 3")
         assert state["data"]["terminal_ready"] is True
 
 
 async def test_messages_sent_ahead_are_answered_in_order(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.send("reset", {"task_id": "ok"})
+    async with wire(server) as session:
+        await session.tell("reset", {"task_id": "ok"})
         for number in range(100):
-            await wire.exec(f"echo {number} >> f; tail -1 f" if number % 10 == 0 else f"echo {number}")
+            command = f"echo {number} >> f; tail -1 f" if number % 10 == 0 else f"echo {number}"
+            await session.tell("step", {"command": command})
             if number % 25 == 0:
-                await wire.send("state")
-                await wire.send("nonsense")
-        assert (await wire.receive())["data"]["observation"]["action_type"] == "reset"
+                await session.tell("state")
+                await session.tell("nonsense")
+        assert observation(await session.hear())["action_type"] == "reset"
         for number in range(100):
-            assert output(await wire.receive()) == f"{number}\n"
+            assert observation(await session.hear())["output"] == f"{number}\n"
             if number % 25 == 0:
-                assert (await wire.receive())["data"]["step_count"] == number + 1
-                assert (await wire.receive())["data"]["code"] == "UNKNOWN_TYPE"
+                assert (await session.hear())["data"]["step_count"] == number + 1
+                assert (await session.hear())["data"]["code"] == "UNKNOWN_TYPE"
 
 
 async def test_reset_replaces_the_episode(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        first = await wire.reset()
-        await wire.exec("echo x > f; sleep 600 & true")
-        await wire.receive()
-        second = await wire.reset()
-        assert first["data"]["observation"]["metadata"] != second["data"]["observation"]["metadata"]
-        await wire.exec("ls -A; pgrep -c sleep")
-        assert output(await wire.receive()) == "0\n"
-        assert (await wire.ask('{"type": "state"}'))["data"]["step_count"] == 1
+    async with wire(server) as session:
+        first = await session.reset()
+        await session.step(command="echo x > f; sleep 600 & true")
+        second = await session.reset()
+        assert first["metadata"] != second["metadata"]
+        assert (await session.step(command="ls -A; pgrep -c sleep"))["output"] == "0\n"
+        assert (await session.ask("state"))["data"]["step_count"] == 1
         assert sum("sleep 600" in command for command in server.descendants().values()) == 0
 
 
 async def test_close_ends_the_connection_in_order(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.reset()
-        await wire.send("close")
+    async with wire(server) as session:
+        await session.reset()
+        await session.tell("close")
         with pytest.raises(ConnectionClosed):
-            await wire.receive()
-        assert wire.socket.close_code == 1000
+            await session.hear()
+        assert session.ws.close_code == 1000
 
 
 async def test_the_close_action_ends_the_episode_and_not_the_session(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.reset()
-        closed = await wire.ask('{"type": "step", "data": {"action_type": "close"}}')
-        assert closed["data"]["done"] is True
-        await wire.exec("echo x")
-        assert (await wire.receive())["data"]["code"] == "EXECUTION_ERROR"
-        assert (await wire.reset())["type"] == "observation"
+    async with wire(server) as session:
+        await session.reset()
+        assert (await session.step(action_type="close"))["done"] is True
+        assert (await session.ask("step", {"command": "echo x"}))["data"]["code"] == "EXECUTION_ERROR"
+        assert (await session.reset())["success"] is True
 
 
 async def test_an_unknown_action_is_an_observation(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.reset()
-        answer = await wire.ask('{"type": "step", "data": {"action_type": "dance"}}')
-        observation = answer["data"]["observation"]
-        assert (observation["success"], "dance" in observation["error"]) == (False, True)
+    async with wire(server) as session:
+        await session.reset()
+        answer = await session.step(action_type="dance")
+        assert (answer["success"], "dance" in answer["error"]) == (False, True)
 
 
 async def test_a_message_of_many_megabytes(server: Server) -> None:
-    async with await Wire.open(server) as wire:
-        await wire.reset()
-        await wire.send("step", {"action_type": "write_file", "file_path": "big", "content": "x" * (40 << 20)})
-        assert (await wire.receive())["data"]["observation"]["success"] is True
-        await wire.exec("stat -c %s big")
-        assert output(await wire.receive()) == f"{40 << 20}\n"
+    async with wire(server) as session:
+        await session.reset()
+        answer = await session.step(action_type="write_file", file_path="big", content="x" * (40 << 20))
+        assert answer["success"] is True
+        assert (await session.step(command="stat -c %s big"))["output"] == f"{40 << 20}\n"

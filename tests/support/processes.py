@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from support.server import Server, eventually
+from support.server import Server, command_line, eventually, processes
 
 
 def running(server: Server, text: str) -> list[int]:
@@ -72,13 +72,4 @@ def _numbers(pid: int) -> list[str]:
 
 def matching(text: str) -> list[int]:
     """Processes of the whole host with `text` in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if text.encode() in line.replace(b"\0", b" "):
-                found.append(int(entry.name))
-    return found
+    return [pid for pid in processes() if text in command_line(pid)]

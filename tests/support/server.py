@@ -1,5 +1,6 @@
 """A real server process on a free port, and what must be true of it when nothing runs in it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +16,7 @@ from tbench2_env import Tbench2Env
 
 #: The server itself has three helpers: spawner, launcher and warden.
 HELPERS = 3
+DESCRIPTOR_SLACK = 10
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 
@@ -100,23 +102,52 @@ class Server:
         assert str(self.scratch) not in Path("/proc/self/mountinfo").read_text(), "a mount leaked into the host"
 
 
+#: The fixture `make_server`.
+MakeServer = Callable[..., Server]
+
+
+@contextlib.contextmanager
+def idle_again(server: Server) -> Iterator[None]:
+    """For one test of a shared server: it must be as idle after it as before."""
+    before = server.descriptors()
+    yield
+    try:
+        server.assert_idle()
+        assert server.descriptors() <= before + DESCRIPTOR_SLACK
+    except (AssertionError, OSError):
+        # What one test has left is not to be held against the others.
+        server.stop(signal.SIGKILL)
+        server.start()
+        raise
+
+
 def descendants(root: int) -> dict[int, str]:
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue
+    parents = {pid: parent for pid in processes() if (parent := _parent(pid)) is not None}
     found: set[int] = set()
     while fresh := {pid for pid, parent in parents.items() if parent in found | {root}} - found:
         found |= fresh
-    return {pid: _command_line(pid) for pid in found}
+    return {pid: command_line(pid) for pid in found}
 
 
-def _command_line(pid: int) -> str:
+# Tests ask this many times a second, of a host with many processes: hence `os`, which is five times as fast here.
+def processes() -> list[int]:
+    """Every process of the host."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
+
+
+def _parent(pid: int) -> int | None:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            return int(file.read(1024).rpartition(b")")[2].split()[1])
+    except (OSError, IndexError):
+        return None
+
+
+def command_line(pid: int) -> str:
+    """The arguments, each with a space after it; '?' when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace")[:120]
     except OSError:
         return "?"
 
@@ -129,7 +160,16 @@ def eventually(true: Callable[[], bool], within_s: float, why: Callable[[], str]
         time.sleep(0.02)
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody else gets while the tests run, neither by asking for any nor for an outgoing connection.
+
+    A socket that is bound to it but does not listen reserves it; a server that reuses addresses can still have it.
+    """
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    _reserved.append(sock)
+    return int(sock.getsockname()[1])

@@ -17,8 +17,6 @@ from websockets.exceptions import ConnectionClosed
 
 from support.server import Server
 
-#: The fixture `make_server`.
-MakeServer = Callable[..., Server]
 _ANSWER_TIMEOUT_S = 30.0
 _TEXT, _MASKED, _LENGTH_64 = 0x81, 0x80, 127
 
@@ -37,6 +35,14 @@ def begin(client: httpx.Client, task_id: str = "ok", **fields: Any) -> str:
     response = client.post("/episodes", json={"task_id": task_id, **fields})
     assert response.status_code == 201, response.text
     return str(response.json()["episode_id"])
+
+
+def execute(client: httpx.Client, episode: str, command: str, **more: Any) -> dict[str, Any]:
+    """The answer to a command of the episode at the path `episode`."""
+    response = client.post(f"{episode}/exec", json={"command": command, **more})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
@@ -66,6 +72,16 @@ def slots_active(server: Server) -> int:
 
 
 # ---------------------------------------------------------------- WebSocket
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def observation(frame: dict[str, Any]) -> dict[str, Any]:
+    """What a frame of that type says, with `reward` and `done` in it."""
+    assert frame["type"] == "observation", frame
+    return {**frame["data"]["observation"], "reward": frame["data"]["reward"], "done": frame["data"]["done"]}
+
+
 class Wire:
     """A WebSocket on which the test sends what it likes."""
 
@@ -73,11 +89,13 @@ class Wire:
         self.ws = ws
 
     async def tell(self, kind: str, data: Any = None) -> None:
-        await self.ws.send(json.dumps({"type": kind, "data": data}))
+        await self.ws.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": data}))
 
     async def hear(self) -> dict[str, Any]:
+        """The next frame, which must be JSON by the letter and in OpenEnv's shape."""
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            frame: dict[str, Any] = json.loads(await self.ws.recv())
+            frame: dict[str, Any] = json.loads(await self.ws.recv(), parse_constant=_no_constant)
+        assert frame.keys() == {"type", "data"}
         return frame
 
     async def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
@@ -86,18 +104,18 @@ class Wire:
             await self.tell(kind, data)
         return await self.hear()
 
+    async def ask_raw(self, frame: str | bytes) -> dict[str, Any]:
+        """As `ask`, with a frame that need not be a message."""
+        await self.ws.send(frame)
+        return await self.hear()
+
     async def reset(self, task_id: str = "ok", **fields: Any) -> dict[str, Any]:
-        """The observation of a reset that works."""
-        answer = await self.ask("reset", {"task_id": task_id, **fields})
-        assert answer["type"] == "observation", answer
-        observation: dict[str, Any] = answer["data"]["observation"]
-        return observation
+        """The observation of a reset that works, with `reward` and `done` in it."""
+        return observation(await self.ask("reset", {"task_id": task_id, **fields}))
 
     async def step(self, **action: Any) -> dict[str, Any]:
-        """The observation of an action, with `reward` and `done` in it."""
-        answer = await self.ask("step", action)
-        assert answer["type"] == "observation", answer
-        return {**answer["data"]["observation"], "reward": answer["data"]["reward"], "done": answer["data"]["done"]}
+        """The observation of an action, likewise."""
+        return observation(await self.ask("step", action))
 
     def drop(self) -> None:
         """Lose the connection, without a close frame."""
