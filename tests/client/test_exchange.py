@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from support.talk import soon
 from tbench2_env import ServerGone
 from tbench2_env.exchange import Exchange, Request, Server
 
@@ -86,7 +87,7 @@ def join_threads() -> None:
 async def test_the_kernel_watches_the_connection(serve_http: Serve) -> None:
     exchange = Exchange(server_at(serve_http(lambda asked: asked.wait_until_lost()).url), Request("GET", "/"))
     waiting = asyncio.create_task(exchange.reply())
-    await asyncio.sleep(0.2)
+    await soon(lambda: exchange._socket is not None, 5)
     assert exchange._socket is not None
     assert exchange._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert exchange._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.talk import soon
 from tbench2_env import (
     BadRequest,
     CapacityReached,
@@ -272,7 +273,7 @@ async def test_closing_ends_the_calls_under_way_and_the_episode(serve_http: Serv
     env = Tbench2HttpEnv(base_url=site.url)
     await env.reset()
     calls = [asyncio.create_task(env.exec("sleep 100")) for _ in range(2)]
-    await asyncio.sleep(0.2)
+    await soon(lambda: "POST /step" in site.heard, 5)
     began = time.monotonic()
     await env.close()
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -287,7 +288,8 @@ async def test_closing_ends_the_trying(serve_http: Serve) -> None:
     site = serve_http(lambda asked: asked.fail(429, "CAPACITY_REACHED", Retry_After="20"))
     env = Tbench2HttpEnv(base_url=site.url, retry_capacity_s=LONG_S)
     trying = asyncio.create_task(env.reset())
-    await asyncio.sleep(0.2)
+    await soon(lambda: site.heard == ["POST /reset"], 5)
+    await asyncio.sleep(0.1)
     began = time.monotonic()
     await env.close()
     with pytest.raises(ConnectionClosed, match="closed"):

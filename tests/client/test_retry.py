@@ -28,6 +28,16 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seen
 
 
+def pause_long(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], None]) -> None:
+    """After a failed attempt, call `begun` and pause for longer than any test takes."""
+
+    def longest(low: float, high: float) -> float:
+        begun()
+        return LONG_S
+
+    monkeypatch.setattr("tbench2_env.retry.random.uniform", longest)
+
+
 class Failing:
     """Fails with these errors in turn, then succeeds."""
 
@@ -168,10 +178,12 @@ async def test_a_server_that_accepts_and_is_silent(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("how", ["full", "absent"])
-async def test_closing_ends_the_trying(serve: Serve, how: str) -> None:
+async def test_closing_ends_the_trying(serve: Serve, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    pausing = asyncio.Event()
+    pause_long(monkeypatch, pausing.set)
     env = Tbench2Env(base_url=serve(full_at_first(99)).url if how == "full" else "http://127.0.0.1:1")
     trying = asyncio.create_task(env.connect(retry_capacity_s=LONG_S))
-    await asyncio.sleep(0.3)
+    await pausing.wait()  # closed in the middle of an attempt, it would raise what the attempt does
     began = time.monotonic()
     await env.close()
     with pytest.raises(ConnectionClosed, match="closed"):
@@ -205,12 +217,12 @@ def test_the_blocking_client_tries_again_too(serve: Serve, pauses: list[float]) 
     assert len(pauses) == 4
 
 
-def test_closing_the_blocking_client_from_another_thread_ends_the_trying() -> None:
+def test_closing_the_blocking_client_from_another_thread_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         env = Tbench2Env(base_url=f"http://127.0.0.1:{unused.getsockname()[1]}").sync()
-        closer = threading.Timer(0.3, env.close)
-        closer.start()
+        closer = threading.Timer(0.1, env.close)
+        pause_long(monkeypatch, closer.start)
         with pytest.raises(ConnectionClosed):
             env.connect(retry_capacity_s=LONG_S)
         closer.join()

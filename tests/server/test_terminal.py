@@ -23,20 +23,26 @@ async def start(env: Tbench2Env, command: str, session_id: str | None = "t") -> 
     return await act(env, "exec", session_id, command=command, block=False)
 
 
-async def view_until(env: Tbench2Env, text: str, within_s: float = 5.0) -> str:
-    """What the terminal prints until `text` was in it."""
-    seen, deadline = "", time.monotonic() + within_s
+async def until(env: Tbench2Env, text: str, answer: Tbench2Observation, within_s: float = 10.0) -> str:
+    """What the terminal of `answer` has printed when `text` is in it: an answer does not wait for a slow program."""
+    seen, deadline = answer.output, time.monotonic() + within_s
     while text not in seen:
         assert time.monotonic() < deadline, seen
-        seen += (await act(env, "view")).output
         await asyncio.sleep(0.02)
+        seen += (await act(env, "view", answer.session_id)).output
     return seen
+
+
+async def sleepers(env: Tbench2Env, count: int) -> None:
+    """Wait until `count` processes of the episode sleep."""
+    waiting = f"for i in $(seq 250); do [ $(pgrep -c sleep) = {count} ] && break; sleep 0.02; done; pgrep -c sleep"
+    assert (await env.exec(waiting)).output == f"{count}\n"
 
 
 async def test_a_program_runs_on_a_terminal_of_its_own(server: Server) -> None:
     async with server.client() as env:
         answer = await start(env, "tty; [ -t 0 ] && [ -t 1 ] && [ -t 2 ] && echo all three; echo x >/dev/tty; pwd")
-        assert answer.output.replace("\r\n", "\n") == "/dev/pts/0\nall three\nx\n/app\n"
+        assert await until(env, "/app\r\n", answer) == "/dev/pts/0\r\nall three\r\nx\r\n/app\r\n"
         assert (answer.success, answer.session_id, answer.action_type) == (True, "t", "exec")
 
 
@@ -46,16 +52,16 @@ async def test_exec_without_blocking_returns_at_once(server: Server) -> None:
         begun = time.monotonic()
         answer = await act(env, "exec", command="echo up; sleep 600", block=False)
         assert time.monotonic() - begun < 2
-        assert answer.output == "up\r\n"
-        assert (await env.exec("pgrep -c sleep")).output == "1\n"
+        assert await until(env, "\n", answer) == "up\r\n"
+        await sleepers(env, 1)
 
 
 async def test_python_is_typed_to(server: Server) -> None:
     async with server.client() as env:
-        assert ">>> " in (await start(env, "python3 -i")).output
-        assert "\r\n42\r\n" in (await act(env, "write", command="6*7")).output
+        await until(env, ">>> ", await start(env, "python3 -i"))
+        await until(env, "\r\n42\r\n", await act(env, "write", command="6*7"))
         await act(env, "write", command="import os; x = os.getpid()")
-        assert "True" in (await act(env, "write", command="x == os.getpid()")).output, "the program was not kept"
+        await until(env, "True", await act(env, "write", command="x == os.getpid()"))
         await act(env, "write", command="exit()")
         assert (await act(env, "wait", wait_seconds=5)).success
         assert "has ended" in (await act(env, "write", command="1")).error
@@ -65,19 +71,20 @@ async def test_an_interactive_shell_keeps_its_state_and_takes_control_c(server: 
     async with server.client() as env:
         await start(env, "")
         await act(env, "write", command="cd /etc; x=5; PS1='ready> '")
-        assert "/etc 5" in (await act(env, "write", command="echo $PWD $x")).output
+        await until(env, "/etc 5", await act(env, "write", command="echo $PWD $x"))
         await act(env, "write", command="sleep 600")
-        assert (await env.exec("pgrep -c sleep")).output == "1\n"
-        assert "ready> " in (await act(env, "write", command="\x03")).output
-        assert (await env.exec("pgrep -c sleep")).output == "0\n"
-        assert "130" in (await act(env, "write", command="echo $?")).output
+        await sleepers(env, 1)
+        await until(env, "ready> ", await act(env, "write", command="\x03"))
+        await sleepers(env, 0)
+        await until(env, "130", await act(env, "write", command="echo $?"))
 
 
 async def test_control_characters_are_typed_without_a_newline(server: Server) -> None:
     async with server.client() as env:
         await start(env, "cat; echo eof=$?")
-        assert (await act(env, "write", command="one")).output == "one\r\none\r\n"
-        assert "eof=0" in (await act(env, "write", command="\x04")).output
+        twice = "one\r\none\r\n"
+        assert await until(env, twice, await act(env, "write", command="one")) == twice
+        await until(env, "eof=0", await act(env, "write", command="\x04"))
 
 
 async def test_view_answers_what_is_new(server: Server) -> None:
@@ -87,10 +94,10 @@ async def test_view_answers_what_is_new(server: Server) -> None:
         )
         assert (await act(env, "view")).output == ""
         await env.exec("touch go")
-        assert await view_until(env, "first") == "first\r\n"
+        assert await until(env, "\n", await act(env, "view")) == "first\r\n"
         assert (await act(env, "view")).output == ""
         await env.exec("touch on")
-        assert await view_until(env, "b") == "b\r\n"
+        assert await until(env, "\n", await act(env, "view")) == "b\r\n"
 
 
 async def test_wait_ends_with_the_program_or_with_the_time(server: Server) -> None:
@@ -120,7 +127,7 @@ async def test_a_wait_without_end_is_refused(server: Server, seconds: float) -> 
 async def test_kill_ends_all_that_the_program_started(server: Server) -> None:
     async with server.client() as env:
         await start(env, "sleep 600 & setsid sleep 601 & (setsid sleep 602 &); trap '' HUP TERM; sleep 603")
-        assert (await env.exec("pgrep -c sleep")).output == "4\n"
+        await sleepers(env, 4)
         assert (await act(env, "kill")).success
         gone = await env.exec(
             "for i in $(seq 100); do pgrep sleep >/dev/null || break; sleep 0.02; done; pgrep -c bash"
@@ -142,7 +149,7 @@ async def test_names(server: Server) -> None:
             assert (nameless.success, "session_id" in nameless.error) == (False, True)
         assert not (await act(env, "exec", "n" * 300, command="cat", block=False)).success
         strange = "näme with 'quotes' and\nlines"
-        assert (await act(env, "exec", strange, command="echo hi", block=False)).output == "hi\r\n"
+        assert await until(env, "\n", await act(env, "exec", strange, command="echo hi", block=False)) == "hi\r\n"
         assert (await act(env, "kill", strange)).success
         # Without a name it is the default terminal's.
         await act(env, "exec", None, command="cat", block=False)
@@ -151,9 +158,10 @@ async def test_names(server: Server) -> None:
 
 async def test_the_name_of_an_ended_program_is_free_again(server: Server) -> None:
     async with server.client() as env:
-        assert (await start(env, "echo first")).output == "first\r\n"
+        assert await until(env, "\n", await start(env, "echo first")) == "first\r\n"
         assert (await act(env, "wait", wait_seconds=5)).success
-        assert (await act(env, "exec", command="echo second", block=False)).output == "second\r\n"
+        second = await act(env, "exec", command="echo second", block=False)
+        assert await until(env, "\n", second) == "second\r\n"
 
 
 async def test_terminals_are_limited_and_a_killed_one_makes_room(server: Server) -> None:
@@ -164,7 +172,7 @@ async def test_terminals_are_limited_and_a_killed_one_makes_room(server: Server)
         refused = await act(env, "exec", "more", command="cat", block=False)
         assert (refused.success, str(TERMINALS_MAX) in refused.error) == (False, True)
         await act(env, "kill", "t3")
-        assert (await act(env, "exec", "more", command="echo in", block=False)).output == "in\r\n"
+        assert await until(env, "\n", await act(env, "exec", "more", command="echo in", block=False)) == "in\r\n"
 
 
 async def test_two_terminals_are_apart(server: Server) -> None:
@@ -172,7 +180,8 @@ async def test_two_terminals_are_apart(server: Server) -> None:
         await env.reset(task_id="ok")
         for name in ("a", "b"):
             await act(env, "exec", name, command="cat", block=False)
-        assert (await act(env, "write", "a", command="for a")).output == "for a\r\nfor a\r\n"
+        twice = "for a\r\nfor a\r\n"
+        assert await until(env, twice, await act(env, "write", "a", command="for a")) == twice
         assert (await act(env, "view", "b")).output == ""
 
 
@@ -180,14 +189,14 @@ async def test_escapes_of_a_full_screen_program_are_stripped(server: Server) -> 
     async with server.client() as env:
         start_up = r"\033[?1049h\033[22;0;0t\033[1;24r\033(B\033[m\033[2J\033[H\033]0;vim\007"
         screen = f"printf '{start_up}~ file\\033[24;1H-- INSERT --\\033[?25h'"
-        assert (await start(env, screen)).output == "~ file-- INSERT --"
+        assert await until(env, "INSERT --", await start(env, screen)) == "~ file-- INSERT --"
 
 
 async def test_a_program_that_prints_without_end_does_not_hold_up_the_answer(server: Server) -> None:
     async with server.client() as env:
         begun = time.monotonic()
         answer = await start(env, "yes")
-        assert answer.output.startswith("y\r\ny\r\n")
+        assert (await until(env, "y\r\ny\r\n", answer)).startswith("y\r\ny\r\n")
         assert time.monotonic() - begun < 4
         begun = time.monotonic()
         assert (await act(env, "view")).success

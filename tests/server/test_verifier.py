@@ -17,6 +17,8 @@ from tbench2_env.server.verifier import HARNESS, OUTPUT_TAIL
 from .conftest import AddTask
 
 SOLVE = "echo ok > out.txt"
+#: A verifier that waits for something does so until its limit, 30 s.
+HANG_S = 10
 
 
 async def graded(env: Tbench2Env, task: str, *commands: str) -> StepResult[Tbench2Observation]:
@@ -234,7 +236,7 @@ async def test_what_a_verifier_leaves_running_is_killed_when_it_ends(server: Ser
     async with server.client() as env:
         begun = time.monotonic()
         assert_verdict(await graded(env, task, "sleep 605 & true"), 1.0)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < HANG_S
         until_one = "for i in $(seq 100); do [ $(pgrep -c sleep) = 1 ] && break; sleep 0.02; done"
         assert (await env.exec(f"{until_one}; pgrep -a sleep | cut -d' ' -f2-")).output == "sleep 605\n"
 
@@ -290,7 +292,7 @@ async def test_a_planted_verdict_is_not_read(server: Server, add_task: AddTask, 
     async with server.client() as env:
         begun = time.monotonic()
         result = await graded(env, task, plant)
-        assert time.monotonic() - begun < 5, "a hang"
+        assert time.monotonic() - begun < HANG_S
         assert_verdict(result, 0.0)
     assert Path("/etc/hostname").read_bytes() == hostname
     assert not list(Path("/etc").glob("reward.*"))
