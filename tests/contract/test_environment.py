@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from support.server import descendants, eventually
+from support.processes import matching
+from support.server import eventually
 from tbench2_env.server.app import running
 from tbench2_env.server.environment import Tbench2Action, Tbench2Environment, Tbench2Observation, Tbench2State
 from tbench2_env.server.pool import CapacityReached
@@ -170,8 +171,8 @@ threads = [thread.name for thread in threading.enumerate() if thread.name == "tb
 
 forgotten = Tbench2Environment()
 forgotten.reset()
-forgotten.step(Tbench2Action(command="setsid sleep 998 >/dev/null 2>&1 &"))
-print(json.dumps({"refused": refused, "played": played, "threads": threads}))
+forgotten.step(Tbench2Action(command=f"setsid sleep {os.getpid()}.998 >/dev/null 2>&1 &"))
+print(json.dumps({"refused": refused, "played": played, "threads": threads, "pid": os.getpid()}))
 """
 
 
@@ -219,7 +220,7 @@ def test_alone_and_configured_wrongly_it_says_so_and_leaves_nothing(alone: Alone
 
 def test_alone_and_never_closed_it_still_leaves_nothing(alone: Alone) -> None:
     eventually(lambda: not list((alone.folder / "scratch").iterdir()), 5)
-    assert not [line for line in descendants(1).values() if "sleep 998" in line]
+    assert not matching(f"sleep {alone.report['pid']}.998")
 
 
 def test_alone_it_leaves_standard_output_to_the_program(alone: Alone) -> None:
