@@ -106,4 +106,4 @@ def run_on(node: str, folder: Path, command: list[str]) -> None:
     """Replace this process by `command` on the node, in the folder that the checkout is in."""
     changes = NODES[node](folder)
     os.chdir(mounts.CHECKOUT)
-    os.execvpe(command[0], command, os.environ | {"PATH": _PATH} | changes)
+    os.execvpe(command[0], command, os.environ | {"PATH": _PATH, "TB2_TEST_NODE": node} | changes)

@@ -1,9 +1,11 @@
 """Tests that change their process (namespaces, ids, signals, working directory) and so run in one of their own."""
 
 import contextlib
+import ctypes
 import functools
 import os
 import signal
+import struct
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,12 @@ def own_mounts() -> None:
     """A mount namespace whose mounts nobody else sees."""
     sc.unshare(sc.CLONE_NEWNS)
     sc.mount("", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
+
+
+def drop_capabilities() -> None:
+    """All of them, for good; the ids stay, since a container may fake changes of those."""
+    head = struct.pack("Ii", 0x2008_0522, 0)  # linux/capability.h: version 3, this process
+    assert ctypes.CDLL(None).capset(head, bytes(24)) == 0
 
 
 def own_user_namespace(more: int = 0) -> None:

@@ -13,14 +13,15 @@ import pytest
 
 from support.server import descendants
 from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import SpawnerConfig
+from tbench2_env.isolation.spec import Rung, SpawnerConfig
 
 from .conftest import StartRig
 from .doomed import HELPERS, PROCESSES_IN_ALL, SANDBOXES
 from .rig import (
+    BEST_RUNG,
+    RUNGS_HERE,
     PidNamespaces,
     Rig,
-    best_rung,
     children,
     first_process,
     is_alive,
@@ -35,7 +36,7 @@ DOOMED = Path(__file__).with_name("doomed.py")
 
 # ---------------------------------------------------------------- start
 async def test_what_it_says_of_this_host(rig: Rig) -> None:
-    assert rig.spawner.rung.name == best_rung()
+    assert rig.spawner.rung == BEST_RUNG
     assert rig.spawner.host.signals_scoped
     assert rig.spawner.alive
     assert rig.spawner.folder.parent == rig.scratch
@@ -72,7 +73,7 @@ async def test_a_host_that_cannot_isolate_is_named_with_what_was_tried(tmp_path:
     with pytest.raises(
         IsolationUnavailable, match=rf"scratch {tmp_path}/file: .*; scratch /proc/nowhere: No such file"
     ):
-        await Spawner.start(SpawnerConfig("1", (str(tmp_path / "file"), "/proc/nowhere")))
+        await Spawner.start(SpawnerConfig(BEST_RUNG.name, (str(tmp_path / "file"), "/proc/nowhere")))
     assert own_descriptors() == before
     assert not descendants(os.getpid())
 
@@ -87,7 +88,7 @@ async def test_a_spawner_that_dies_at_its_start(tmp_path: Path, capfd: pytest.Ca
 async def test_giving_up_while_it_starts(tmp_path: Path) -> None:
     before = own_descriptors()
     for delay_s in (0, 0.001, 0.01, 0.03, 0.06):
-        starting = asyncio.ensure_future(Spawner.start(SpawnerConfig(best_rung(), (str(tmp_path),))))
+        starting = asyncio.ensure_future(Spawner.start(SpawnerConfig(BEST_RUNG.name, (str(tmp_path),))))
         await asyncio.sleep(delay_s)
         starting.cancel()
         [spawner] = await asyncio.gather(starting, return_exceptions=True)
@@ -99,11 +100,11 @@ async def test_giving_up_while_it_starts(tmp_path: Path) -> None:
     assert not descendants(os.getpid())
 
 
-@pytest.mark.parametrize("rung", ["2", "3", "4"])
-async def test_other_rungs_of_the_ladder(start_rig: StartRig, rung: str) -> None:
-    rig = await start_rig(rung=rung)
+@pytest.mark.parametrize("rung", RUNGS_HERE, ids=lambda rung: rung.name)
+async def test_each_rung_of_the_ladder(start_rig: StartRig, rung: Rung) -> None:
+    rig = await start_rig(rung=rung.name)
     sandbox = await rig.create(rig.layer({"app/x": "layer"}))
-    assert rig.spawner.rung.name == rung
+    assert rig.spawner.rung == rung
     assert (await rig.sh(sandbox, "cat /app/x; id -u; hostname; ls -A /tests; echo x >/etc/f; echo $?")).lines == [
         "layer0",
         "tbench",
@@ -300,7 +301,7 @@ async def test_the_death_of_the_spawner_while_sandboxes_are_made(rig: Rig, delay
 @pytest.fixture
 def doomed(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     server = subprocess.Popen(
-        [sys.executable, DOOMED, tmp_path / "scratch", best_rung()], stdout=subprocess.PIPE, text=True
+        [sys.executable, DOOMED, tmp_path / "scratch", BEST_RUNG.name], stdout=subprocess.PIPE, text=True
     )
     assert server.stdout is not None
     with server, server.stdout:

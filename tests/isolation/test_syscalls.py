@@ -14,21 +14,14 @@ import pytest
 
 from tbench2_env.isolation import syscalls as sc
 
-from .child import in_own_process, own_mounts, own_user_namespace
+from .child import drop_capabilities, in_own_process, own_mounts, own_user_namespace
 from .rig import own_descriptors
 
-NOBODY = 65534
 BAD_FD = 999
 
 
 def names(folder_fd: int) -> list[str]:
     return sorted(path.name for path in Path(f"/proc/self/fd/{folder_fd}").iterdir())
-
-
-def become_nobody() -> None:
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +71,7 @@ def test_no_overlayfs_comes_with_advice() -> None:
 )
 @in_own_process
 def test_a_missing_capability_comes_with_advice(call: Callable[[], object]) -> None:
-    become_nobody()
+    drop_capabilities()
     with pytest.raises(OSError, match=r"lacks CAP_SYS_ADMIN .*--cap-add SYS_ADMIN") as caught:
         call()
     assert caught.value.errno == errno.EPERM
