@@ -31,6 +31,14 @@ def folder(workshop: Path) -> Path:
     return kept
 
 
+def copy(kept: Path, to: Path) -> None:
+    """A copy that may be written to, but for the insides of files in /usr: copying those takes long, so they are links."""
+    to.mkdir()
+    for entry in kept.iterdir():
+        links = ["--link"] if entry.name == "usr" else []
+        subprocess.run(["cp", "--archive", *links, entry, to], check=True)
+
+
 def _build(new: Path) -> None:
     sys.stderr.write(f"making the bookworm folder {kept_at()} with debootstrap; this takes a minute\n")
     build = ["debootstrap", "--variant=minbase", f"--include={','.join(_PACKAGES)}", "bookworm", str(new)]
@@ -38,7 +46,8 @@ def _build(new: Path) -> None:
     done = subprocess.run(build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         sys.exit(f"debootstrap failed: {done.stdout.decode(errors='replace')[-2000:]}")
-    subprocess.run(["rm", "-rf", *new.glob("var/cache/apt/archives/*.deb"), new / "proc", new / "sys"], check=True)
+    useless = [*new.glob("var/cache/apt/archives/*.deb"), *new.glob("var/lib/apt/lists/*"), new / "proc", new / "sys"]
+    subprocess.run(["rm", "-rf", *useless], check=True)
     for name in ("proc", "sys"):
         (new / name).mkdir()
     subprocess.run(["chown", "--recursive", "--no-dereference", f"{OWNER}:{OWNER}", new], check=True)

@@ -11,7 +11,6 @@ programs; chown, set*id and setgroups answer success without doing anything.
 """
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def _enter_enroot(folder: Path, *, on_overlay: bool) -> dict[str, str]:
     if on_overlay:
         root.mkdir()
     else:
-        subprocess.run(["cp", "--archive", image, root], check=True)
+        bookworm.copy(image, root)
     tmpfs.mkdir()
     for made in (folder, root, tmpfs):
         os.chown(made, bookworm.OWNER, bookworm.OWNER)
