@@ -32,7 +32,7 @@ def folder(workshop: Path) -> Path:
 
 
 def copy(kept: Path, to: Path) -> None:
-    """A copy that may be written to, but for the insides of files in /usr: copying those takes long, so they are links."""
+    """A copy that may be written to, but for the insides of files in /usr: copies take long, so they are links."""
     to.mkdir()
     for entry in kept.iterdir():
         links = ["--link"] if entry.name == "usr" else []
