@@ -47,7 +47,7 @@ Run = Callable[[str, str], list[str]]
 
 
 def start(node: str, *command: str) -> "subprocess.Popen[str]":
-    argv = [sys.executable, ON_HOST, node, "--", *command]
+    argv = [sys.executable, str(ON_HOST), node, "--", *command]
     return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
