@@ -25,7 +25,7 @@ TRY_USER_NAMESPACES = """
 import ctypes, errno, os, struct
 from tbench2_env.isolation import syscalls as sc
 def by_clone3():
-    pid, _ = sc.clone3(sc.CLONE_NEWUSER)
+    pid, _ = sc.clone(sc.CLONE_NEWUSER)
     os.waitpid(pid, 0) if pid else os._exit(0)
 def by_clone():
     libc = ctypes.CDLL(None, use_errno=True)
@@ -159,7 +159,7 @@ def test_what_enroot_writes_is_its_own(run: Run, node: str) -> None:
 def test_no_user_namespace_can_be_made_and_all_other_namespaces_can(run: Run) -> None:
     assert run("no-userns", f"{sys.executable} -c '{TRY_USER_NAMESPACES}'") == ["ENOSPC"] * 3
     script = "import os; from tbench2_env.isolation import syscalls as sc; sc.unshare(sc.CLONE_NEWNS)"
-    fork = "pid, _ = sc.clone3(sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS)"
+    fork = "pid, _ = sc.clone(sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS)"
     end = "os._exit(3 * (os.getpid() == 1)) if pid == 0 else print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     assert run("no-userns", f"{sys.executable} -c '{script}; {fork}; {end}'") == ["3"]
     assert status(run, "no-userns", "Uid", "NoNewPrivs") == ["0 0 0 0", "0"]

@@ -47,6 +47,18 @@ def in_own_process(test: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+def as_root(test: Callable[P, None]) -> Callable[P, None]:
+    """Like `in_own_process`; one who is not root first becomes root of a user namespace with mounts of its own."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        if os.geteuid() != 0:
+            own_user_namespace(sc.CLONE_NEWNS)
+        test(*args, **kwargs)
+
+    return in_own_process(run)
+
+
 def own_mounts() -> None:
     """A mount namespace whose mounts nobody else sees."""
     sc.unshare(sc.CLONE_NEWNS)
@@ -61,9 +73,10 @@ def drop_capabilities() -> None:
 
 def own_user_namespace(more: int = 0) -> None:
     """Become root of a user namespace with a single id, as in an unprivileged container."""
+    uid = os.geteuid()
     sc.unshare(sc.CLONE_NEWUSER | more)
     Path("/proc/self/setgroups").write_text("deny")
-    userns.write_maps("/proc", os.getpid(), "0 0 1\n")
+    userns.write_maps("/proc", os.getpid(), f"0 {uid} 1\n")
 
 
 def stat_fields(pid: int) -> list[str]:

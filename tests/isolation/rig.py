@@ -34,6 +34,7 @@ BEST_RUNG = RUNGS_HERE[0]
 #: Whether chown, set*id and setgroups answer success without doing anything.
 IDS_ARE_FAKED = _ENROOT
 ROOT_IS_OVERLAY = _NODE == "enroot-overlay"
+USER_NAMESPACES = _NODE != "no-userns"
 
 
 def bash(script: str, *, cwd: str = "/", env: Mapping[str, str] = ENV, tty: bool = False) -> CommandSpec:

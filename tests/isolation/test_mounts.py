@@ -13,7 +13,7 @@ from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.mounts import Filesystem, Folder, Link, Node, Pin, ReadOnly, sandbox_plan
 from tbench2_env.isolation.spec import RUNGS, Limits, Network, SandboxSpec
 
-from .child import in_own_process, own_mounts
+from .child import as_root, own_mounts
 
 SPEC = SandboxSpec("x", network=Network.PRIVATE, limits=Limits(memory_bytes=2 << 20))
 
@@ -87,7 +87,7 @@ def test_a_single_id_has_no_tty_group() -> None:
     assert "newinstance" in pts.options
 
 
-@in_own_process
+@as_root
 def test_applied_below_a_prefix(tmp_path: Path) -> None:
     own_mounts()
     prefix = str(tmp_path)
@@ -128,7 +128,7 @@ def error_of(call: Callable[[], object]) -> int | None:
     return None
 
 
-@in_own_process
+@as_root
 def test_a_failure_names_the_call_and_the_path(tmp_path: Path) -> None:
     own_mounts()
     with pytest.raises(OSError, match=rf"mount\(proc, {tmp_path}/proc, proc"):

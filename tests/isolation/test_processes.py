@@ -13,8 +13,8 @@ import pytest
 from tbench2_env.isolation import processes
 from tbench2_env.isolation import syscalls as sc
 
-from .child import in_own_process, own_mounts, stat_fields
-from .rig import inner_number, own_descriptors
+from .child import as_root, in_own_process, own_mounts, stat_fields
+from .rig import USER_NAMESPACES, inner_number, own_descriptors
 
 #: A tree with a child, a session of its own, a double fork, and a session with children below a double fork.
 TREE = """
@@ -143,7 +143,7 @@ def start_namespace() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("fork", [processes.fork_into, processes.fork_aside_into])
-@in_own_process
+@as_root
 def test_a_child_in_another_pid_namespace(fork: Callable[[int], int]) -> None:
     _, namespace = start_namespace()
     read_end, write_end = os.pipe()
@@ -157,7 +157,7 @@ def test_a_child_in_another_pid_namespace(fork: Callable[[int], int]) -> None:
     assert os.waitpid(pid, 0) == (pid, 5 << 8), "its parent is not the caller"
 
 
-@in_own_process
+@as_root
 def test_whoever_forks_aside_can_still_make_namespaces() -> None:
     before = own_descriptors()
     for _ in range(3):
@@ -182,7 +182,7 @@ def pidfds() -> set[int]:
     return {fd for fd, target in own_descriptors().items() if target == "anon_inode:[pidfd]"}
 
 
-@in_own_process
+@as_root
 def test_the_caller_need_not_wait_for_what_the_child_does() -> None:
     _, namespace = start_namespace()
     begun = time.monotonic()
@@ -195,7 +195,7 @@ def test_the_caller_need_not_wait_for_what_the_child_does() -> None:
 
 
 @pytest.mark.parametrize("fork", [processes.fork_into, processes.fork_aside_into])
-@in_own_process
+@as_root
 def test_a_namespace_that_is_dead_is_an_error(fork: Callable[[int], int]) -> None:
     first, namespace = start_namespace()
     os.kill(first, signal.SIGKILL)
@@ -229,7 +229,7 @@ def proc_of(namespace: int) -> int:
     return proc
 
 
-@in_own_process
+@as_root
 def test_a_tree_in_another_namespace_is_killed_by_its_own_numbering() -> None:
     first, namespace = start_namespace()
     proc = proc_of(namespace)
@@ -245,7 +245,7 @@ def test_a_tree_in_another_namespace_is_killed_by_its_own_numbering() -> None:
     assert stat_fields(first)[0] == "S"
 
 
-@in_own_process
+@as_root
 def test_kill_where_spares_the_first_process_and_the_unwanted() -> None:
     first, namespace = start_namespace()
     proc = proc_of(namespace)
@@ -263,6 +263,10 @@ def test_kill_where_spares_the_first_process_and_the_unwanted() -> None:
 
 @in_own_process
 def test_processes_of_a_user_namespace() -> None:
+    if not USER_NAMESPACES:
+        with pytest.raises(OSError, match="user namespaces are switched off"):
+            sc.clone(sc.CLONE_NEWUSER)
+        return
     inside, _ = sc.clone(sc.CLONE_NEWUSER)
     if inside == 0:
         signal.pause()
