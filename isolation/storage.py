@@ -84,7 +84,8 @@ class Storage:
         return True
 
     def refresh(self) -> None:
-        if time.monotonic() - self._ended_at > _FRESH_S:
+        """Walk for a while if nothing recent is known."""
+        if self._took_s == 0.0 or time.monotonic() - self._ended_at > _FRESH_S:
             self.advance(_REFRESH_BUDGET_S)
 
     def exceeded(self) -> str | None:

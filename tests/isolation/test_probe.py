@@ -22,7 +22,7 @@ def test_root_tries_the_best_rungs_first() -> None:
 @in_own_process
 def test_anybody_else_makes_a_user_namespace() -> None:
     sc.unshare(sc.CLONE_NEWUSER)  # without a map nobody is root
-    assert probe.candidate_rungs() == ["5"]
+    assert probe.candidate_rungs() in (["4"], ["5"])
 
 
 @in_own_process
@@ -44,10 +44,10 @@ def test_a_ground_is_prepared_and_tried(tmp_path: Path, rung: Rung) -> None:
     assert ground.rung == rung
     assert list(tmp_path.iterdir()) == [Path(ground.folder)]
     assert Path.cwd() == Path(ground.folder)
-    assert Path("base/etc/passwd").read_text() == Path("/etc/passwd").read_text()
-    assert Path("base/etc/passwd").stat().st_uid == ground.rung.owner_shift
+    assert Path("base/usr/bin/env").read_bytes() == Path("/usr/bin/env").read_bytes()
+    assert Path("base/usr/bin/env").stat().st_uid == ground.rung.owner_shift
     with pytest.raises(OSError, match="Read-only file system"):
-        Path("base/etc/tbench2-test").touch()
+        Path("base/usr/tbench2-test").touch()
     assert list(Path("trash").iterdir()) == list(Path("episodes").iterdir()) == [], "what it tried with is left"
     worktree.demolish(ground.folder)
     assert list(tmp_path.iterdir()) == []

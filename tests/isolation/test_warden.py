@@ -239,7 +239,7 @@ async def test_a_fork_bomb_within_its_cap_is_reported(rig: Rig, warden: Warden) 
     ],
 )
 async def test_a_bomb_that_nothing_caps_is_killed(start_rig: StartRig, bomb: str) -> None:
-    rig = await start_rig(rungs=["2"])
+    rig = await start_rig(rung="2")
     warden = Warden(rig)
     sandbox = await rig.create()
     warden.add(sandbox, kills=True, processes_max=256)
