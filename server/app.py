@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tbench2_env.isolation.sandbox import SandboxError
-from tbench2_env.server import http, ws
+from tbench2_env.server import doctor, http, ws
 from tbench2_env.server.auth import Guard, is_loopback
 from tbench2_env.server.problems import AsciiJson
 from tbench2_env.server.services import Services
@@ -96,6 +96,13 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def examine(settings: Settings, *, as_json: bool) -> int:
+    """Print what this host can do; answers with the exit status, 0 if it can isolate concurrent episodes."""
+    report = asyncio.run(doctor.examine(settings))
+    doctor.print_report(report, as_json=as_json)
+    return 0 if report.works else 1
+
+
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65_535:
@@ -105,6 +112,8 @@ def _port(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m tbench2_env.server.app", description=http.DESCRIPTION)
+    parser.add_argument("command", nargs="?", choices=["doctor"], help="say what this host can do, and end")
+    parser.add_argument("--json", action="store_true", help="doctor: print JSON")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
     arguments = parser.parse_args()
@@ -114,6 +123,8 @@ def main() -> None:
         if settings.withhold_tests is not None:
             log.info("TB2_WITHHOLD_TESTS changes nothing: tests/ and solution/ are always out of the agent's reach")
         raise_descriptor_limit()
+        if arguments.command == "doctor":
+            sys.exit(examine(settings, as_json=arguments.json))
         asyncio.run(serve(settings, arguments.host, arguments.port))
     except (SettingsError, SandboxError) as error:
         sys.exit(f"tbench2_env: {error}")

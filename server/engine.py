@@ -71,7 +71,8 @@ class Engines:
                 log.error("the spawner died; starting another")
                 self.restarts += 1
                 await self._stop()
-            self._engine = await _start(self._settings)
+            self._engine, refusals = await start_engine(self._settings)
+            _tell(self._engine, refusals)
             return self._engine
 
     @property
@@ -90,18 +91,27 @@ class Engines:
             await engine.spawner.stop()
 
 
-async def _start(settings: Settings) -> Engine:
-    """Start a spawner on the best rung of the ladder that a trial episode proves. Raises: IsolationUnavailable."""
+async def start_engine(settings: Settings) -> tuple[Engine, dict[str, str]]:
+    """Start a spawner on the best rung of the ladder that a trial episode proves; answers also with why not on better.
+
+    Raises: IsolationUnavailable.
+    """
     spawner, refusals = await trial.start_best(configs(settings))
-    for refused, reason in refusals.items():
-        log.info("a better rung is not to be had", rung=refused, reason=reason)
     if settings.network == "egress" and spawner.host.egress is None:
         refused = "; ".join(f"{name}: {reason}" for name, reason in spawner.host.egress_refusals.items())
         await spawner.stop()
         raise IsolationUnavailable(f"TB2_NETWORK=egress: no way out but a proxy (TB2_NETWORK=auto takes it): {refused}")
-    log.info("isolation works", rung=spawner.rung.name, title=spawner.rung.title, scratch=str(spawner.folder))
     ground = Ground(spawner.layers, spawner.rung, tuple(hidden_paths(settings)))
-    return Engine(spawner, Snapshots(ground, settings.task_workdir), settings)
+    return Engine(spawner, Snapshots(ground, settings.task_workdir), settings), refusals
+
+
+def _tell(engine: Engine, refusals: dict[str, str]) -> None:
+    for refused, reason in refusals.items():
+        log.warning("a better rung is not to be had", rung=refused, reason=reason)
+    spawner = engine.spawner
+    log.info("isolation works", rung=spawner.rung.name, title=spawner.rung.title, scratch=str(spawner.folder))
+    for lack in engine.lacks():
+        log.warning("this host lacks something", lack=lack)
 
 
 def configs(settings: Settings) -> list[SpawnerConfig]:

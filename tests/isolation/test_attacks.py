@@ -173,7 +173,10 @@ async def test_a_fork_bomb_does_not_keep_a_verifier_from_forking(rig: Rig) -> No
         with pytest.raises(SandboxError, match="has reached its limit of processes"):
             await rig.sh(sandbox, "true")
     else:  # the kernel counts when a process forks or changes its user; a command's only user is the launcher's
-        assert "Resource temporarily unavailable" in (await rig.sh(sandbox, "exec python3 -c 'import os; os.fork()'")).output
+        assert (
+            "Resource temporarily unavailable"
+            in (await rig.sh(sandbox, "exec python3 -c 'import os; os.fork()'")).output
+        )
     test = "for i in {1..50}; do sleep 1000 & done; echo $(ls /tests) $(jobs -p | wc -l)"
     assert (await rig.verify(sandbox, rig.layer(test=test))).output == "test.sh 50\n"
 
