@@ -25,7 +25,7 @@ from typing import Any, Self
 from tbench2_env.isolation import worktree
 from tbench2_env.isolation.aiochannel import AsyncChannel
 from tbench2_env.isolation.channel import ChannelClosed, close_all, receive_descriptors
-from tbench2_env.isolation.spec import CommandSpec, Host, Rung, SandboxSpec, SpawnerConfig, Usage
+from tbench2_env.isolation.spec import CommandSpec, Cover, Host, Rung, SandboxSpec, SpawnerConfig, Usage
 
 #: Seconds that the spawner may take for one request. Its work takes milliseconds; this only ends a wait on a host that
 #: has stopped working.
@@ -97,10 +97,18 @@ class Sandbox:
         request = {"op": "exec", "name": self.spec.name, "command": command.to_dict()}
         return self._spawner._start_process(self._spawner.launcher, request, fds, self)
 
-    def start_verifier(self, command: CommandSpec, fds: Sequence[int], layer: str) -> Process:
-        """Start a command that alone sees `layer`'s tests at /tests, and at /logs/verifier `verifier_folder`, empty."""
+    def start_verifier(
+        self, command: CommandSpec, fds: Sequence[int], layer: str, covers: Sequence[Cover] = ()
+    ) -> Process:
+        """Start a command that alone sees `layer`'s tests at /tests, and at /logs/verifier `verifier_folder`, empty.
+
+        In the folders of `covers` it sees what they say.
+        """
         self._check_alive()
-        request = {"op": "verify", "name": self.spec.name, "command": command.to_dict(), "layer": layer}
+        request = {
+            "op": "verify", "name": self.spec.name, "command": command.to_dict(), "layer": layer,
+            "covers": [cover.to_dict() for cover in covers],
+        }  # fmt: skip
         return self._spawner._start_process(self._spawner.control, request, fds, self)
 
     async def open_terminal(self, command: CommandSpec, fds: Sequence[int] = ()) -> tuple[Process, int]:

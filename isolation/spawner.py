@@ -24,6 +24,7 @@ from typing import Any
 
 from tbench2_env.isolation import (
     capabilities,
+    covers,
     init,
     launcher,
     mounts,
@@ -37,7 +38,7 @@ from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, receive_descriptors
 from tbench2_env.isolation.provisions import Provision, Provisions, take_place
 from tbench2_env.isolation.reactor import End, Reactor
-from tbench2_env.isolation.spec import CommandSpec, Network, SandboxSpec, encode
+from tbench2_env.isolation.spec import CommandSpec, Cover, Network, SandboxSpec, encode
 
 #: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
 _LAST_CLEANING_S = 3
@@ -235,7 +236,7 @@ class Spawner:
     def _verify(self, message: dict[str, Any], fds: list[int]) -> None:
         request, episode = message["id"], self._episode(message["name"])
         command = CommandSpec.from_dict(message["command"])
-        tests, logs = worktree.verifier_mounts(self.ground, episode.name, message["layer"])
+        mounted = self._verifier_mounts(episode, message)
         kinds = [*self._kinds(episode), *(["user"] if self.ground.rung.user_namespaces else [])]
         opened = {kind: self._open_namespace(episode, kind) for kind in kinds}
         try:
@@ -245,23 +246,38 @@ class Spawner:
                 commands.become(
                     command,
                     fds,
-                    self._enter_as_verifier(episode, opened, tests, logs),
+                    self._enter_as_verifier(episode, opened, mounted),
                     lambda reason: self._failed(request, reason),
                 )
             self.verifiers[pid] = Verifier(message["id"], episode)
             episode.verifiers.add(pid)
         finally:
-            close_all([tests, logs, *opened.values()])
+            close_all([*(fd for fd, _ in mounted), *opened.values()])
 
-    def _enter_as_verifier(self, episode: Episode, opened: dict[str, int], tests: int, logs: int) -> Callable[[], None]:
+    def _verifier_mounts(self, episode: Episode, message: dict[str, Any]) -> list[tuple[int, str]]:
+        """Detached mounts and where a verifier has them."""
+        tests, logs = worktree.verifier_mounts(self.ground, episode.name, message["layer"])
+        mounted = [(tests, "/tests"), (logs, "/logs/verifier")]
+        covers.discard_old(self.ground, episode.name)
+        try:
+            for cover in map(Cover.from_dict, message["covers"]):
+                mounted.append((covers.make(self.ground, episode.name, episode.spec.layers, cover), cover.folder))
+        except OSError:
+            close_all([fd for fd, _ in mounted])
+            raise
+        return mounted
+
+    def _enter_as_verifier(
+        self, episode: Episode, opened: dict[str, int], mounted: list[tuple[int, str]]
+    ) -> Callable[[], None]:
         def enter() -> None:
             take_place(episode.provision.verifier_joins, sorted(episode.provision.cpus))
             sc.setns(opened["mnt"], sc.CLONE_NEWNS)
             # Still outside the episode's user namespace: with these mounts made inside it, root there remounted
             # /tests read-write and changed the pristine files.
             sc.unshare(sc.CLONE_NEWNS)
-            sc.move_mount(tests, "/tests")
-            sc.move_mount(logs, "/logs/verifier")
+            for fd, place in mounted:
+                sc.move_mount(fd, place)
             sc.setns(opened["ipc"], sc.CLONE_NEWIPC)
             sc.setns(opened["uts"], sc.CLONE_NEWUTS)
             if "net" in opened:

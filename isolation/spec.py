@@ -190,6 +190,18 @@ class CommandSpec(_Data):
 
 
 @dataclass(frozen=True)
+class Cover(_Data):
+    """A folder in which a verifier sees something else than the agent left there, and makes changes of its own.
+
+    Of the entries named, those in `hidden` are not there, and those in `restored` are as they were before the agent.
+    """
+
+    folder: str
+    hidden: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class SpawnerConfig(_Data):
     """What the spawner is started with: a rung, candidates for the scratch folder and for the ways out of episodes'
     networks, best first, and host paths to hide."""

@@ -15,7 +15,7 @@ import pytest
 from support.server import descendants
 from tbench2_env.isolation import probe
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import CommandSpec, Limits, Network, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.spec import CommandSpec, Cover, Limits, Network, SandboxSpec, SpawnerConfig
 
 from .child import stat_fields
 
@@ -182,11 +182,14 @@ class Rig:
             sandbox, CommandSpec(path, ("bash", "/tests/test.sh"), "/", dict(env)), layer
         )
 
-    def start_verifier_command(self, sandbox: Sandbox, command: CommandSpec, layer: str) -> Running:
-        return self._keep(Running(lambda low: sandbox.start_verifier(command, low, layer)))
+    def start_verifier_command(
+        self, sandbox: Sandbox, command: CommandSpec, layer: str, covers: Sequence[Cover] = ()
+    ) -> Running:
+        return self._keep(Running(lambda low: sandbox.start_verifier(command, low, layer, covers)))
 
-    async def verify(self, sandbox: Sandbox, layer: str, within_s: float = 20.0) -> Done:
-        return await self.start_verifier(sandbox, layer).done(within_s)
+    async def verify(self, sandbox: Sandbox, layer: str, covers: Sequence[Cover] = (), within_s: float = 20.0) -> Done:
+        command = CommandSpec("/bin/bash", ("bash", "/tests/test.sh"), "/", dict(ENV))
+        return await self.start_verifier_command(sandbox, command, layer, covers).done(within_s)
 
     def _keep(self, running: Running) -> Running:
         self._running.append(running)
