@@ -24,12 +24,22 @@ _RESTORED_MAX_BYTES = 64 << 20
 _NONE, _FOLDER, _OPAQUE, _OTHER = "none", "folder", "opaque", "other"
 
 
+#: What stands in the place of a file in the root folder, which cannot have a cover: an empty one.
+_EMPTY = "shared/empty"
+
+
 class CannotCover(OSError):
     """A folder cannot be covered as it is now, because the agent made something else of it."""
 
 
-def make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> int:
-    """A detached mount for `cover` on worktree `name`. Raises: CannotCover, OSError."""
+def make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> list[tuple[int, str]]:
+    """Detached mounts for `cover` on worktree `name` and where they belong. Raises: CannotCover, OSError."""
+    if cover.folder == "/":
+        return [(_empty_file(), f"/{entry}") for entry in cover.hidden]
+    return [(_make(ground, name, layers, cover), cover.folder)]
+
+
+def _make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> int:
     pristine = _merged(ground, cover.folder, _pristine_roots(layers))
     present = _merged(ground, cover.folder, [f"episodes/{name}/upper", *_pristine_roots(layers)])
     if not present:
@@ -47,6 +57,13 @@ def make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> in
     options += [("upperdir", f"{own}/upper"), ("workdir", f"{own}/work")]
     options += [_option(text) for text in ground.rung.overlay_options]
     return sc.mount_detached("overlay", options, sc.MOUNT_ATTR_NODEV)
+
+
+def _empty_file() -> int:
+    """Read-only: it is the same for all."""
+    empty = sc.open_tree(_EMPTY)
+    sc.mount_setattr(empty, sc.MOUNT_ATTR_RDONLY)
+    return empty
 
 
 def discard_old(ground: Ground, name: str) -> None:

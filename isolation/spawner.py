@@ -261,7 +261,7 @@ class Spawner:
         covers.discard_old(self.ground, episode.name)
         try:
             for cover in map(Cover.from_dict, message["covers"]):
-                mounted.append((covers.make(self.ground, episode.name, episode.spec.layers, cover), cover.folder))
+                mounted += covers.make(self.ground, episode.name, episode.spec.layers, cover)
         except OSError:
             close_all([fd for fd, _ in mounted])
             raise

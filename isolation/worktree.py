@@ -184,6 +184,7 @@ def _attach_tmpfs(rung: Rung) -> None:
     for name in ("shared/mask", "shared/layers"):
         Path(name).mkdir()
         mask.own(rung, name)
+    Path("shared/empty").touch(0o444)
 
 
 def _attach(mount_fd: int, name: str) -> None:

@@ -64,3 +64,13 @@ async def test_an_opaque_folder_hides_what_was_there(rig: Rig) -> None:
     await rig.sh(sandbox, "rm -r /opt/kit; mkdir /opt/kit; echo agent >/opt/kit/new")
     assert (await rig.verify(sandbox, layer, [Cover("/opt/kit")])).lines == ["new agent"]
     assert (await rig.verify(sandbox, layer, [Cover("/opt/kit", restored=("old",))])).lines == ["new agent", "old task"]
+
+
+async def test_files_in_the_root_folder(rig: Rig) -> None:
+    layer = rig.layer(test="ls -s /planted; cat /planted; echo more >/planted || echo read-only")
+    sandbox = await rig.create(layer)
+    await rig.sh(sandbox, "echo agent >/planted")
+    done = await rig.verify(sandbox, layer, [Cover("/", hidden=("planted",))])
+    assert (done.lines[0], done.lines[-1]) == ("0 /planted", "read-only")
+    assert (await rig.sh(sandbox, "cat /planted")).output == "agent\n"
+    assert (await rig.verify(sandbox, layer)).lines[1] == "agent"
