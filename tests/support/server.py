@@ -16,6 +16,8 @@ from tbench2_env import Tbench2Env
 
 #: The server itself has three helpers: spawner, launcher and warden.
 HELPERS = 3
+#: The egress proxy, started for the first episode that needs it.
+PROXY = "tbench2_env.server.proxy_main"
 DESCRIPTOR_SLACK = 10
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
@@ -94,10 +96,12 @@ class Server:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
     def assert_idle(self, within_s: float = 3.0) -> None:
-        """No process, worktree or mount of an episode is left."""
-        eventually(
-            lambda: len(self.descendants()) == HELPERS, within_s, lambda: f"processes left: {self.descendants()}"
-        )
+        """No process, worktree or mount of an episode is left; the egress proxy stays for the next."""
+
+        def left() -> list[str]:
+            return [line for line in self.descendants().values() if PROXY not in line]
+
+        eventually(lambda: len(left()) == HELPERS, within_s, lambda: f"processes left: {left()}")
         eventually(lambda: not self.worktrees(), within_s, lambda: f"worktrees left: {self.worktrees()}")
         assert str(self.scratch) not in Path("/proc/self/mountinfo").read_text(), "a mount leaked into the host"
 
