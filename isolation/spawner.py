@@ -96,7 +96,7 @@ class Spawner:
         self._asked_for_usage: dict[int, Episode] = {}
         self.reactor = Reactor(on_child=self._child_ended)
         self.reactor.watch(server.fileno(), self._request)
-        self.reactor.watch(self.warden.fileno(), self._warden_said)
+        self.reactor.watch(self.warden.fileno(), self._listen_to_warden)
 
     def run(self) -> None:
         """Serve until the server is gone, then leave nothing behind."""
@@ -112,7 +112,7 @@ class Spawner:
             "hello": self.ground.rung.to_dict(),
             "folder": self.ground.folder,
             "host": {
-                "plan": mounts.describe(plan),
+                "plan": worktree.describe(self.ground) + mounts.describe(plan),
                 "hidden_mounts": probe.hidden_mounts(),
                 "signals_scoped": launcher.signals_scoped(),
                 "in_memory": self.ground.in_memory,
@@ -399,7 +399,10 @@ class Spawner:
             self.server.send(message)
 
     def _listen_to_warden(self) -> None:
-        """It says why it kills before it does."""
+        """It says why it kills before it does.
+
+        Never blocks: an episode's end that was handled in the same turn may have read all that there was.
+        """
         self.warden.sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -68,7 +68,7 @@ _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 _USERNS_ADVICE = (
     "user namespaces are switched off on this host: raise the sysctl user.max_user_namespaces, set "
     "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where they exist, or allow "
-    "unshare and clone in the container's seccomp profile"
+    "unshare and clone in the container's seccomp profile; root with CAP_SYS_ADMIN can do without"
 )
 _ADMIN_ADVICE = (
     "the process lacks CAP_SYS_ADMIN in its user namespace, or a seccomp or AppArmor profile blocks the call: run as "
@@ -82,6 +82,10 @@ _APPARMOR_ADVICE = (
 _PROC_ADVICE = (
     "parts of /proc are masked or read-only in this container, and the kernel then gives no fresh one: unmask it "
     "(docker, podman: --security-opt systempaths=unconfined)"
+)
+_UPPER_ADVICE = (
+    "worktrees cannot lie on overlayfs, NFS or Lustre: let the scratch folder (TB2_SCRATCH_DIR) be on a local disk or "
+    "a tmpfs"
 )
 #: (call, or what it was called for; error) -> what frees it.
 _ADVICE = {
@@ -99,6 +103,7 @@ _ADVICE = {
     ("fsmount", errno.EPERM): _ADMIN_ADVICE,
     ("open_tree", errno.EPERM): _ADMIN_ADVICE,
     ("fsopen", errno.ENODEV): "the kernel has no overlayfs: load the module overlay",
+    ("fsconfig upperdir", errno.EINVAL): _UPPER_ADVICE,
 }
 
 
@@ -116,9 +121,9 @@ def _check(result: int, call: str, detail: object = "", what: str = "") -> int:
     raise OSError(number, f"{call}({detail}): {os.strerror(number)}{advice(what or call, number)}")
 
 
-def _syscall(call: str, *args: object, detail: object = "") -> int:
+def _syscall(call: str, *args: object, detail: object = "", what: str = "") -> int:
     ctypes.set_errno(0)
-    return _check(_libc.syscall(ctypes.c_long(_SYS[call]), *args), call, detail)
+    return _check(_libc.syscall(ctypes.c_long(_SYS[call]), *args), call, detail, what)
 
 
 def _long(value: int) -> ctypes.c_long:
@@ -229,7 +234,8 @@ def mount_detached(fstype: str, options: Sequence[tuple[str, str | None]], attr:
 
 def _fsconfig(context: int, command: int, key: str | None, value: str | None) -> None:
     encoded = [None if text is None else text.encode() for text in (key, value)]
-    _syscall("fsconfig", _long(context), _long(command), *encoded, _long(0), detail=f"{key}={value}")
+    detail, what = f"{key}={value}", f"fsconfig {key}"
+    _syscall("fsconfig", _long(context), _long(command), *encoded, _long(0), detail=detail, what=what)
 
 
 def _kernel_log(context: int) -> str:

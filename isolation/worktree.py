@@ -229,25 +229,40 @@ def _make(rung: Rung, path: str) -> None:
     mask.own(rung, path)
 
 
+def describe(ground: Ground) -> list[str]:
+    """The overlays of an episode, for people to read."""
+    found = []
+    for name in ("", *ground.own_folders):
+        options = _overlay_options(ground, SandboxSpec("EPISODE", ("TASK",)), name)
+        found.append(
+            f"overlay on /{name} ({','.join(key if value is None else f'{key}={value}' for key, value in options)})"
+        )
+    return found
+
+
 def _overlay(ground: Ground, spec: SandboxSpec, name: str) -> int:
     """The overlay of the root, or of the top-level folder `name`."""
+    options = _overlay_options(ground, spec, name)
+    for key, value in options:
+        if key in ("upperdir", "workdir") and value is not None:
+            _make(ground.rung, value)
+    return sc.mount_detached("overlay", [("source", "episode"), *options], sc.MOUNT_ATTR_NODEV)
+
+
+def _overlay_options(ground: Ground, spec: SandboxSpec, name: str) -> list[tuple[str, str | None]]:
     suffix, below = (f".{name}", f"/{name}") if name else ("", "")
     upper, work = (f"episodes/{spec.name}/{kind}{suffix}" for kind in ("upper", "work"))
-    _make(ground.rung, upper)
-    _make(ground.rung, work)
     lowers = [f"shared/layers/{layer}/root{below}" for layer in spec.layers]
     lowers = [path for path in lowers if not name or os.path.isdir(path)]
     lowers.append(f"shared/mask{below}")
     # Folder by folder, the root holds what the mask and the task put there, and nothing of the node's.
     if name or not ground.own_folders:
         lowers.append(f"base{below}")
-    options: list[tuple[str, str | None]] = [
-        ("source", "episode"), ("lowerdir", ":".join(lowers)), ("upperdir", upper), ("workdir", work),
-    ]  # fmt: skip
+    options: list[tuple[str, str | None]] = [("lowerdir", ":".join(lowers)), ("upperdir", upper), ("workdir", work)]
     for option in ground.rung.overlay_options:
         key, _, value = option.partition("=")
         options.append((key, value or None))
-    return sc.mount_detached("overlay", options, sc.MOUNT_ATTR_NODEV)
+    return options
 
 
 def verifier_mounts(ground: Ground, name: str, layer: str) -> tuple[int, int]:

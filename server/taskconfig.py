@@ -33,11 +33,11 @@ class EnvironmentTable(_Table):
     docker_image: str | None = None
     workdir: str | None = Field(None, pattern="^/")
     env: dict[str, str] = {}
-    cpus: float | None = None
+    cpus: float | None = Field(None, gt=0, allow_inf_nan=False)
     memory: str | None = None
-    memory_mb: int | None = None
+    memory_mb: int | None = Field(None, gt=0)
     storage: str | None = None
-    storage_mb: int | None = None
+    storage_mb: int | None = Field(None, gt=0)
     gpus: int = 0
     allow_internet: bool = True
     network_mode: Literal["no-network", "public", "allowlist"] | None = None

@@ -123,7 +123,7 @@ def test_a_rung_that_does_not_fit_names_the_call_and_the_cure(tmp_path: Path, ta
     """Rung 1 where no user namespace is to be had."""
     with refused_start(tmp_path, tasks, *NO_USER_NAMESPACES, TB2_ISOLATION="1") as said:
         assert said.startswith("tbench2_env: this host cannot isolate episodes. Rung 1: ")
-        assert "CLONE_NEWUSER" in said
+        assert "clone(" in said
         assert "No space left on device" in said
         assert "user.max_user_namespaces" in said
 
@@ -148,7 +148,8 @@ def test_doctor_for_a_program(doctor: Doctor) -> None:
     assert report["rungs"]["2"] == "not needed"
     assert report["rungs"].keys() == {"1", "2", "3", "E", "4", "5"}
     assert report["scratch"] == f"{doctor.folder}/s (disk)"
-    assert any("overlay" in line for line in report["mount_plan"])
+    assert report["mount_plan"][0].startswith("overlay on / (")
+    assert "proc on /proc" in report["mount_plan"]
     assert report["limits"].keys() == {"memory", "processes", "cpus", "storage"}
     assert "chosen" in report["ways_out"].values()
     assert os.uname().release in report["host"]["kernel"]
@@ -177,7 +178,7 @@ def test_doctor_where_nothing_works(doctor: Doctor) -> None:
     assert report["works"] is False
     assert report["rung"] is None
     assert report["error"].count("\n") == 0
-    assert "CLONE_NEWUSER" in report["error"]
+    assert "unshare(" in report["error"]
     assert "user.max_user_namespaces" in report["error"]
     assert "CAP_SYS_ADMIN" in report["error"]
 
@@ -242,7 +243,7 @@ async def test_scratch_in_memory_is_bounded_by_the_file_system(make_server: Make
         answer = await env.exec("dd if=/dev/zero of=endless bs=1M")
         assert "No space left on device" in answer.output
         assert answer.info["exit_code"] == 1
-        assert int((await env.exec("stat -c %s endless")).output) in range(240 << 20, 256 << 20)
+        assert int((await env.exec("stat -c %s endless")).output) in range(240 << 20, (256 << 20) + 1)
         assert (await env.exec("rm endless; echo room >f; cat f")).output == "room\n"
         many = await env.exec("mkdir d; cd d; for i in {1..40}; do touch $i-{1..500} || break; done 2>&1 | tail -1")
         assert "No space left on device" in many.output
