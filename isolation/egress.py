@@ -321,10 +321,14 @@ PROVIDERS: dict[str, Callable[[Sequence[str]], Egress]] = {
 
 
 def find(
-    names: Sequence[str] = tuple(PROVIDERS), resolv_confs: Sequence[str] = RESOLV_CONFS
+    names: Sequence[str] = tuple(PROVIDERS),
+    resolv_confs: Sequence[str] = RESOLV_CONFS,
+    *,
+    in_user_namespace: bool = True,
 ) -> tuple[Egress | None, dict[str, str]]:
     """The first provider that connects a trial namespace, and for each before it the sentence why it does not.
 
+    The trial's network belongs to a user namespace of its own if those of episodes do (`in_user_namespace`).
     For a process without children and without other threads.
     """
     refusals: dict[str, str] = {}
@@ -332,7 +336,7 @@ def find(
         try:
             egress = PROVIDERS[name](resolv_confs)
             try:
-                _try(egress)
+                _try(egress, in_user_namespace)
             except OSError:
                 egress.close()
                 raise
@@ -342,15 +346,16 @@ def find(
     return None, refusals
 
 
-def _try(egress: Egress) -> None:
+def _try(egress: Egress, in_user_namespace: bool) -> None:
     """Connect a namespace as an episode's is connected, and disconnect it. Raises: OSError."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        pid, pidfd = sc.clone(sc.CLONE_NEWUSER | sc.CLONE_NEWNET)
+        pid, pidfd = sc.clone(sc.CLONE_NEWNET | (sc.CLONE_NEWUSER if in_user_namespace else 0))
         if pid == 0:
             _become_trial(theirs)
         try:
-            userns.write_maps("/proc", pid, "0 0 1\n")
+            if in_user_namespace:
+                userns.write_maps("/proc", pid, "0 0 1\n")
             plug = egress.connect(pid)
             ours.send(json.dumps(plug.inside).encode())
             answer = ours.recv(4000).decode()

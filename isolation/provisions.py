@@ -39,7 +39,8 @@ class Provisions:
 
     def __init__(self, ground: Ground, warden: Channel, egress_names: Sequence[str]) -> None:
         self._warden, self._ground = warden, ground
-        self.egress, self.egress_refusals = egress.find(egress_names)
+        in_user_namespace = ground.rung.user_namespaces
+        self.egress, self.egress_refusals = egress.find(egress_names, in_user_namespace=in_user_namespace)
         self._cgroups, self._no_cgroups = Cgroups.find(os.path.basename(ground.folder))
         # A worktree in memory would count as the memory of its episode, and storage is ten times that.
         self._by_cgroup = frozenset(() if self._cgroups is None else self._cgroups.controls)

@@ -33,12 +33,21 @@ RUNGS_HERE = [
 BEST_RUNG = RUNGS_HERE[0]
 #: Whether chown, set*id and setgroups answer success without doing anything.
 IDS_ARE_FAKED = _ENROOT
+#: Makes a command another user's, as far as episodes have others.
+AS_ANOTHER_USER = "setpriv --reuid 33 --clear-groups" if IDS_ARE_FAKED or BEST_RUNG.has_id_range else ""
 ROOT_IS_OVERLAY = _NODE == "enroot-overlay"
 USER_NAMESPACES = _NODE != "no-userns"
+#: Whether we are root over the network and the cgroup that we are in.
+HOST_NETWORK_IS_OURS = CGROUPS_ARE_OURS = _NODE in ("", "no-userns")
 
 
 def bash(script: str, *, cwd: str = "/", env: Mapping[str, str] = ENV, tty: bool = False) -> CommandSpec:
     return CommandSpec("/bin/bash", ("bash", "-c", script), cwd, dict(env), tty)
+
+
+def unshare(options: str) -> str:
+    """Makes a command one in namespaces of its own, if episodes can make any."""
+    return f"unshare {options}" if BEST_RUNG.user_namespaces else ""
 
 
 async def until(true: Callable[[], object], within_s: float = 5.0, why: Callable[[], object] = lambda: "") -> None:
@@ -206,9 +215,9 @@ class Rig:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         (self.spawner.layers / name / "root").mkdir(exist_ok=True)
-        shift = self.spawner.rung.owner_shift
-        for made in [self.spawner.layers / name, *(self.spawner.layers / name).rglob("*")]:
-            os.chown(made, shift, shift)
+        if shift := self.spawner.rung.owner_shift:
+            for made in [self.spawner.layers / name, *(self.spawner.layers / name).rglob("*")]:
+                os.chown(made, shift, shift)
         return name
 
     # ------------------------------------------------------------ the host's view

@@ -2,8 +2,8 @@
 
 import pytest
 
-from .rig import ENV, Rig
-from .scene import Scene, is_refused, python_attack
+from .rig import BEST_RUNG, ENV, Rig
+from .scene import NOT_ALLOWED, Scene, is_refused, python_attack
 
 # ---------------------------------------------------------------- its mounts
 REFUSED = [
@@ -54,7 +54,7 @@ SYSTEM_CALLS = {
     "vhangup": "check(libc.vhangup())",
     "fanotify of contents": "check(libc.fanotify_init(4, 0))",
     "open_by_handle_at": "check(libc.open_by_handle_at(-100, (ctypes.c_char * 136)(8, 0, 0, 0, 1), 0))",
-    "owner of the mounts": "fcntl.ioctl(os.open('/proc/self/ns/mnt', os.O_RDONLY), 0xB701)",
+    "owner of the mounts": "check(libc.setns(fcntl.ioctl(os.open('/proc/self/ns/mnt', os.O_RDONLY), 0xB701), 0))",
     "parent namespace": "fcntl.ioctl(os.open('/proc/self/ns/user', os.O_RDONLY), 0xB702)",
 }
 
@@ -63,13 +63,17 @@ async def test_system_calls_that_are_refused(scene: Scene) -> None:
     for name, call in SYSTEM_CALLS.items():
         done = await scene.attack(python_attack(call))
         assert done.status != 0, name
-        assert "Operation not permitted" in done.output, (name, done)
+        # Without user namespaces the owner is the agent's own, which nobody can enter.
+        own = name == "owner of the mounts" and not BEST_RUNG.user_namespaces
+        assert ("Invalid argument" if own else "Operation not permitted") in done.output, (name, done)
 
 
 FORGED = (
     "mount -t tmpfs x /tests; mount -t tmpfs x /logs/verifier; "
     "echo forged >/tests/secret; echo 1 >/logs/verifier/reward.txt"
 )
+#: What unshare(1) says where an agent may make none.
+NO_NAMESPACES = (*NOT_ALLOWED, "no space left on device")
 #: In a mount namespace of the agent's own: attack, and whether it is refused there. If not, it changes nothing outside.
 IN_OWN_NAMESPACE = [
     (FORGED, False),
@@ -96,6 +100,11 @@ IN_OWN_NAMESPACE = [
     "unshare", ["unshare --mount", "unshare --user --map-root-user --mount --propagation unchanged"]
 )
 async def test_namespaces_of_the_agents_own(scene: Scene, unshare: str) -> None:
+    if not BEST_RUNG.user_namespaces:
+        done = await scene.attack(f"{unshare} true")
+        assert done.status != 0
+        assert is_refused(done, NO_NAMESPACES), done
+        return
     for attack, refused in IN_OWN_NAMESPACE:
         done = await scene.attack(f'{unshare} bash -c "$SCRIPT"', SCRIPT=attack + "\nexit")
         assert (done.status != 0) is refused, (attack, done)
@@ -106,6 +115,9 @@ async def test_mounts_that_an_agent_keeps_in_its_own_namespace(scene: Scene) -> 
     keeping = scene.rig.start_sh(
         scene.sandbox, f"unshare --user --map-root-user --mount bash -c '{FORGED}; echo up; read'"
     )
+    if not BEST_RUNG.user_namespaces:
+        assert is_refused(await keeping.done(), NO_NAMESPACES)
+        return
     await keeping.said("up")
     await scene.finish()
     keeping.process.kill()

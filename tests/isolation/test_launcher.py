@@ -12,15 +12,15 @@ import pytest
 from tbench2_env.isolation.channel import MESSAGE_MAX
 from tbench2_env.isolation.sandbox import SandboxError
 
-from .rig import ENV, Rig, processes, stopped, until
+from .rig import ENV, Rig, processes, stopped, unshare, until
 
 #: Every way for a command's children to get away from it.
-ESCAPES = """
+ESCAPES = f"""
 sleep 3001 &
 setsid sleep 3002 &
 (setsid sleep 3003 &)
 (setsid bash -c '(trap "" TERM HUP INT; sleep 3004; exit) & sleep 3005; exit' &)
-setsid unshare --user --pid --fork bash -c 'sleep 3006 & sleep 3007; exit' &
+setsid {unshare("--user --pid --fork")} bash -c 'sleep 3006 & sleep 3007; exit' &
 kill -STOP $!
 until [ $(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -c '^300[1-7]$') -ge 5 ]; do :; done
 echo up

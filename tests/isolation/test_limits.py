@@ -18,6 +18,7 @@ from tbench2_env.isolation.limits import Affinity, Cgroups, Hierarchy, Leaf, del
 from tbench2_env.isolation.spec import Limits
 
 from .child import in_own_process, own_mounts
+from .rig import CGROUPS_ARE_OURS
 
 _MIB = 1 << 20
 _NAME = f"tbench2-test{os.getpid()}"
@@ -60,6 +61,19 @@ def leaf(cgroups: Cgroups, request: pytest.FixtureRequest) -> Iterator[Leaf]:
     assert made.remove()
 
 
+def where_cgroups_are_ours(test: Callable[..., None]) -> Callable[..., None]:
+    """The test; where cgroups are read-only or somebody else's, that this is said, for each control."""
+    return test if CGROUPS_ARE_OURS else _no_cgroups
+
+
+def _no_cgroups() -> None:
+    found, why = Cgroups.find(_NAME)
+    assert found is None
+    for control in limits.CONTROLS:
+        assert f"no cgroup limits {control}: " in why
+    assert "Permission denied" in why or "Read-only file system" in why
+
+
 def run(leaf: Leaf, code: str, timeout_s: float = 20) -> "subprocess.CompletedProcess[str]":
     """Run Python code in the leaf."""
     joined = f"import os\nfor fd in {leaf.join_fds}: os.write(fd, b'0')\n{code}"
@@ -89,11 +103,13 @@ def test_version_2_of_a_user_session() -> None:
     assert found == Hierarchy(2, frozenset(), "/sys/fs/cgroup/user.slice/user-1.slice/app.scope")
 
 
+@where_cgroups_are_ours
 def test_this_machine_has_every_control(cgroups: Cgroups) -> None:
     assert cgroups.controls == {"memory", "pids", "cpu"}
     assert len(_folders()) == 4, "and cpuacct"
 
 
+@where_cgroups_are_ours
 @in_own_process
 def test_read_only_cgroups_are_named() -> None:
     own_mounts()
@@ -107,6 +123,7 @@ def test_read_only_cgroups_are_named() -> None:
     assert why.count("Read-only file system") == 3
 
 
+@where_cgroups_are_ours
 @in_own_process
 def test_a_part_of_the_controls_is_better_than_none() -> None:
     own_mounts()
@@ -119,6 +136,7 @@ def test_a_part_of_the_controls_is_better_than_none() -> None:
 
 
 # ---------------------------------------------------------------- what a leaf holds to
+@where_cgroups_are_ours
 @pytest.mark.parametrize("leaf", [Limits(memory_bytes=64 * _MIB)], indirect=True)
 def test_memory(leaf: Leaf) -> None:
     hog = "data = []\nwhile len(data) < 512: data.append(b'x' * (1 << 20))"
@@ -127,6 +145,7 @@ def test_memory(leaf: Leaf) -> None:
     assert 60 * _MIB < leaf.usage()["memory_peak_bytes"] <= 64 * _MIB
 
 
+@where_cgroups_are_ours
 @pytest.mark.parametrize("leaf", [Limits(processes_max=10)], indirect=True)
 def test_processes(leaf: Leaf) -> None:
     bomb = """
@@ -147,6 +166,7 @@ print(len(made))
     assert leaf.usage()["processes"] == 0
 
 
+@where_cgroups_are_ours
 @pytest.mark.parametrize("leaf", [Limits(cpus=0.2)], indirect=True)
 def test_cpus(leaf: Leaf) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -156,6 +176,7 @@ def test_cpus(leaf: Leaf) -> None:
     assert leaf.usage()["cpu_s"] == pytest.approx(used, abs=0.2)
 
 
+@where_cgroups_are_ours
 @pytest.mark.parametrize("leaf", [Limits()], indirect=True)
 def test_no_limits(leaf: Leaf) -> None:
     assert run(leaf, "print(len(b'x' * (64 << 20)))").stdout == f"{64 * _MIB}\n"
@@ -163,6 +184,7 @@ def test_no_limits(leaf: Leaf) -> None:
     assert leaf.usage()["memory_peak_bytes"] > 64 * _MIB
 
 
+@where_cgroups_are_ours
 def test_a_leaf_with_a_process_in_it_is_removed_later(cgroups: Cgroups) -> None:
     leaf = cgroups.create("one", Limits(memory_bytes=64 * _MIB))
     fds = leaf.join_fds
@@ -185,6 +207,7 @@ def test_join_descriptors_are_not_inherited(cgroups: Cgroups) -> None:
     assert leaf.join_fds == []
 
 
+@where_cgroups_are_ours
 def test_two_episodes_of_one_name(cgroups: Cgroups) -> None:
     leaf = cgroups.create("one", Limits())
     with pytest.raises(FileExistsError):
@@ -214,6 +237,7 @@ def _in_a_child(server: str) -> Callable[[], None]:
     return end
 
 
+@where_cgroups_are_ours
 def test_a_dead_servers_leaves_are_swept_and_a_live_neighbours_are_not() -> None:
     end_alive, end_dead = _in_a_child(_NAME + "alive"), _in_a_child(_NAME + "dead")
     end_dead()
@@ -232,6 +256,7 @@ def _found(server: str) -> Cgroups:
     return found
 
 
+@where_cgroups_are_ours
 def test_a_folder_is_locked_while_its_server_lives(cgroups: Cgroups) -> None:
     for folder in _folders():
         fd = os.open(folder, os.O_RDONLY)
@@ -241,11 +266,13 @@ def test_a_folder_is_locked_while_its_server_lives(cgroups: Cgroups) -> None:
 
 
 # ---------------------------------------------------------------- version 2, of which this machine gives no controls
+@where_cgroups_are_ours
 def test_a_cgroup_of_version_2_without_controllers_says_so() -> None:
     with pytest.raises(OSError, match="it was given none of cpu, memory"):
         delegated(_unified().own, frozenset({"cpu", "memory"}))
 
 
+@where_cgroups_are_ours
 def test_processes_in_our_own_cgroup_of_version_2_keep_it_from_handing_down() -> None:
     """hugetlb is the one controller that version 2 has here."""
     outer = Path(_unified().own, _NAME)
@@ -266,6 +293,7 @@ def test_processes_in_our_own_cgroup_of_version_2_keep_it_from_handing_down() ->
         (outer.parent / "cgroup.subtree_control").write_text("-hugetlb")
 
 
+@where_cgroups_are_ours
 def test_a_leaf_of_version_2_is_joined_counts_and_goes() -> None:
     folder = f"{_unified().own}/{_NAME}"
     leaf = Leaf({folder: Hierarchy(2, frozenset(), _unified().own)})

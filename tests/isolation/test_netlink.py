@@ -21,7 +21,7 @@ from tbench2_env.isolation.netlink import (
     attributes,
 )
 
-from .child import in_own_process
+from .child import as_root, in_own_process
 from .rig import own_descriptors
 from .world import eventually, in_child
 
@@ -59,7 +59,7 @@ def test_attributes_are_padded_and_read_back() -> None:
     assert attributes(data) == {1: b"abc", 2: b"", 3: b"12345678"}
 
 
-@in_own_process
+@as_root
 def test_a_pair_spans_two_namespaces_and_goes_as_one() -> None:
     link, there = own_network(), other_network()
     link.add_veth("here0", "there0", there)
@@ -69,7 +69,7 @@ def test_a_pair_spans_two_namespaces_and_goes_as_one() -> None:
     assert names() == names(there) == {"lo"}
 
 
-@in_own_process
+@as_root
 def test_an_interface_is_addressed_and_brought_up() -> None:
     link = own_network()
     with pytest.raises(OSError, match="Network is unreachable"):
@@ -88,7 +88,7 @@ def test_an_interface_is_addressed_and_brought_up() -> None:
     socket.create_server(("192.0.2.1", 0)).close()
 
 
-@in_own_process
+@as_root
 def test_an_interface_can_be_kept_from_ipv6() -> None:
     link = own_network()
     for name in ("with0", "without0"):
@@ -101,7 +101,7 @@ def test_an_interface_can_be_kept_from_ipv6() -> None:
     assert "without0" not in with_ipv6()
 
 
-@in_own_process
+@as_root
 def test_routes_are_added_and_read() -> None:
     link, there = own_network(), other_network()
     link.set_up(1)
@@ -119,7 +119,7 @@ def test_routes_are_added_and_read() -> None:
         socket.create_connection(("198.51.100.7", 1), timeout=1)
 
 
-@in_own_process
+@as_root
 def test_many_routes_are_read_whole() -> None:
     link = own_network()
     for number in range(5000):
@@ -141,7 +141,7 @@ def test_many_routes_are_read_whole() -> None:
         (lambda link: link.add_veth("a0", "b0", 1 << 22), errno.ESRCH, "RTM_NEWLINK(veth a0, b0 of process 4194304)"),
     ],
 )
-@in_own_process
+@as_root
 def test_an_error_names_the_message_and_the_kernels_reason(
     call: Callable[[Netlink], object], number: int, text: str
 ) -> None:

@@ -83,6 +83,7 @@ async def test_proc_shows_its_own_processes_only(rig: Rig) -> None:
     rig.start_sh(other, "exec sleep 1000")
     service = rig.start_sh(sandbox, "echo $$; exec sleep 2000")
     pid = (await service.said("\n")).strip()
+    await rig.sh(sandbox, f"until [ $(cat /proc/{pid}/comm) = sleep ]; do :; done")
     done = await rig.sh(sandbox, "cd /proc; for p in [0-9]*; do tr '\\0' ' ' <$p/cmdline; echo; done; exit")
     seen = [line.strip() for line in done.lines]
     assert seen[0] == "init"

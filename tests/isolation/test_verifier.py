@@ -8,7 +8,7 @@ import pytest
 from tbench2_env.isolation.sandbox import SandboxError
 from tbench2_env.isolation.spec import CommandSpec
 
-from .rig import Rig, processes, until
+from .rig import AS_ANOTHER_USER, Rig, processes, unshare, until
 
 #: What an agent sees of the verifier's folders at any time.
 LOOK = "find /tests /logs -mindepth 1; touch /tests/x; touch /logs/verifier/x"
@@ -127,14 +127,14 @@ async def test_a_verifier_that_cannot_be_started(rig: Rig) -> None:
 
 
 # ---------------------------------------------------------------- its processes
-LEFT = """
+LEFT = f"""
 sleep 3001 &
 setsid sleep 3002 &
 (setsid sleep 3003 &)
 (setsid bash -c 'trap "" TERM HUP INT; sleep 3004; exit' &)
-setsid unshare --user sleep 3005 &
-setsid unshare --user --map-root-user --pid --fork --mount sleep 3006 &
-setsid setpriv --reuid 33 --clear-groups sleep 3007 &
+setsid {unshare("--user")} sleep 3005 &
+setsid {unshare("--user --map-root-user --pid --fork --mount")} sleep 3006 &
+setsid {AS_ANOTHER_USER} sleep 3007 &
 until [ $(cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | sort -u | grep -c '^300[1-7]$') -eq 7 ]; do :; done
 echo up
 """
@@ -143,7 +143,7 @@ echo up
 async def test_what_a_finished_verifier_left_is_killed_and_the_agents_services_are_not(rig: Rig) -> None:
     sandbox = await rig.create()
     namespace = await rig.pid_namespace(sandbox)
-    await rig.sh(sandbox, "setsid sleep 2001 & (setsid unshare --user --map-root-user sleep 2002 &); echo")
+    await rig.sh(sandbox, f"setsid sleep 2001 & (setsid {unshare('--user')} sleep 2002 &); echo")
     kept = ["init", "sleep 2001", "sleep 2002"]
     await until(lambda: sorted(processes([namespace]).values()) == kept, 5, lambda: processes([namespace]))
     done = await rig.verify(sandbox, rig.layer(test=LEFT + "exit 7"))
@@ -152,7 +152,7 @@ async def test_what_a_finished_verifier_left_is_killed_and_the_agents_services_a
 
 
 @pytest.mark.parametrize(
-    "last", ["sleep 99; exit", "exec sleep 1000", "exec unshare --user sleep 1000", "kill -STOP $$"]
+    "last", ["sleep 99; exit", "exec sleep 1000", f"exec {unshare('--user')} sleep 1000", "kill -STOP $$"]
 )
 async def test_killing_a_verifier_kills_what_escaped_from_it(rig: Rig, last: str) -> None:
     sandbox = await rig.create()

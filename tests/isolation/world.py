@@ -20,6 +20,8 @@ from tbench2_env.isolation import userns
 from tbench2_env.isolation.egress import Egress, configure_inside
 from tbench2_env.isolation.netlink import Netlink
 
+from .rig import USER_NAMESPACES
+
 INTERNET, METADATA = "198.51.100.1", "169.254.169.254"
 HOST, HOST_TOO = "198.51.100.2", "203.0.113.7"
 PORT = 8080
@@ -109,15 +111,16 @@ def _be_internet(channel: socket.socket) -> None:
 
 
 class Episode:
-    """A process in network and user namespaces of its own, connected as PID 1 of an episode is."""
+    """A process in network and user namespaces of its own (if there can be), connected as PID 1 of an episode is."""
 
     def __init__(self, egress: Egress, map_line: str = "0 100000 65536\n") -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid, self.pidfd = sc.clone(sc.CLONE_NEWUSER | sc.CLONE_NEWNET)
+        self.pid, self.pidfd = sc.clone(sc.CLONE_NEWNET | (sc.CLONE_NEWUSER if USER_NAMESPACES else 0))
         if self.pid == 0:
             _be_episode(theirs)
         theirs.close()
-        userns.write_maps("/proc", self.pid, map_line)
+        if USER_NAMESPACES:
+            userns.write_maps("/proc", self.pid, map_line)
         self.plug = egress.connect(self.pid)
         assert self.ask("configure", self.plug.inside) is None
 
