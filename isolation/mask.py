@@ -17,6 +17,8 @@ from tbench2_env.isolation.spec import HOSTNAME, PRIVATE_FOLDERS, SYSTEM_FOLDERS
 _HOSTS = f"127.0.0.1\tlocalhost {HOSTNAME}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 #: Larger files of /etc are not copied where /etc is a copy: none of any use there is.
 _COPIED_FILE_MAX_BYTES = 16 << 20
+#: Links of a folder without folders: its name and its "."; file systems that do not count have other numbers, mostly 1.
+_LEAF_LINKS = 2
 
 
 def build(rung: Rung, hide: tuple[str, ...], own_folders: tuple[str, ...]) -> None:
@@ -130,7 +132,8 @@ def _name_system_folders(rung: Rung, own_folders: tuple[str, ...]) -> None:
 def _take_folders(name: str) -> None:
     """Make all folders of the node's `name` ours, so that files can be made, replaced and removed in them.
 
-    There may be tens of thousands, hence nothing but one stat and one mkdir for each.
+    There may be tens of thousands, hence nothing but one stat and one mkdir for each, and only those are opened that
+    have folders in them.
     """
     umask = os.umask(0)
     folders = [name]
@@ -146,11 +149,12 @@ def _take(parent: str, entry: os.DirEntry[str]) -> bool:
     relative = f"{parent}/{entry.name}"
     if not entry.is_dir(follow_symlinks=False) or relative in PRIVATE_FOLDERS:
         return False
+    info = entry.stat(follow_symlinks=False)
     try:
-        os.mkdir(f"shared/mask/{relative}", stat.S_IMODE(entry.stat(follow_symlinks=False).st_mode))
+        os.mkdir(f"shared/mask/{relative}", stat.S_IMODE(info.st_mode))
     except FileExistsError:
         return not _is_whiteout(f"shared/mask/{relative}")
-    return True
+    return info.st_nlink != _LEAF_LINKS
 
 
 # ---------------------------------------------------------------- files

@@ -34,7 +34,7 @@ LOOKING = {
     "child's root": "cat /proc/$C/root$D/secret",
     "thread's root": "cat /proc/$T/task/$T/root$D/secret",
     "nsenter": "nsenter -t $T --mount cat $D/secret",
-    "nsenter user": "nsenter -t $T --user --mount cat $D/secret",
+    "nsenter user": "nsenter -t $T --user --preserve-credentials --mount cat $D/secret",
     "setns of a pidfd": python_attack(
         "check(libc.setns(os.pidfd_open(target), 0x20000))\nopen(os.environ['D'] + '/secret')"
     ),

@@ -5,6 +5,7 @@ import threading
 
 from tbench2_env.isolation.gauge import Gauge
 
+from .child import in_own_process
 from .rig import Rig, children, own_descriptors, until
 
 _MIB = 1 << 20
@@ -23,6 +24,7 @@ async def test_the_helpers_list_an_episode_undisturbed(rig: Rig) -> None:
     os.close(proc)
 
 
+@in_own_process  # pytest's has threads of its own that come and go
 def test_our_own_processes() -> None:
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     before = own_descriptors()

@@ -199,6 +199,7 @@ def test_a_leaf_with_a_process_in_it_is_removed_later(cgroups: Cgroups) -> None:
     assert leaf.remove(), "asked again, it is still gone"
 
 
+@where_cgroups_are_ours
 def test_join_descriptors_are_not_inherited(cgroups: Cgroups) -> None:
     leaf = cgroups.create("one", Limits())
     assert len(leaf.join_fds) == 4

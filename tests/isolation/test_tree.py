@@ -15,7 +15,7 @@ import pytest
 
 from tbench2_env.isolation.tree import Tree
 
-from .child import in_own_process
+from .child import drop_capabilities, in_own_process
 from .rig import own_descriptors
 
 
@@ -126,7 +126,7 @@ def test_folders_that_may_not_be_read_are_counted(tmp_path: Path) -> None:
     for above in tmp_path.parents:
         if above.stat().st_uid == 0 and str(above).startswith("/tmp/"):
             above.chmod(0o755)
-    os.setuid(65534)
+    drop_capabilities()
     tree = measure(folder)
     assert (tree.files, tree.unread) == (2, 1)
 

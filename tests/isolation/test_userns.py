@@ -2,9 +2,12 @@
 
 import contextlib
 import errno
+import functools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec
 
 import pytest
 
@@ -12,10 +15,23 @@ from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation import userns
 
 from .child import in_own_process, own_user_namespace
-from .rig import BEST_RUNG, IDS_ARE_FAKED, children, own_descriptors
+from .rig import BEST_RUNG, IDS_ARE_FAKED, USER_NAMESPACES, children, own_descriptors
+
+P = ParamSpec("P")
 
 
-@in_own_process
+def in_user_namespaces(test: Callable[P, None]) -> Callable[P, None]:
+    """Run the test in a process of its own. Where there are no user namespaces, it must say how to get them."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with contextlib.nullcontext() if USER_NAMESPACES else pytest.raises(OSError, match="are switched off"):
+            test(*args, **kwargs)
+
+    return in_own_process(run)
+
+
+@in_user_namespaces
 def test_maps_of_users_and_groups() -> None:
     pid, pidfd = sc.clone(sc.CLONE_NEWUSER)
     if pid == 0:
@@ -29,7 +45,7 @@ def test_maps_of_users_and_groups() -> None:
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
-@in_own_process
+@in_user_namespaces
 def test_a_namespace_that_only_is_an_id_map(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = own_descriptors()
@@ -47,7 +63,7 @@ def test_a_namespace_that_only_is_an_id_map(tmp_path: Path) -> None:
     assert own_descriptors() == before
 
 
-@in_own_process
+@in_user_namespaces
 def test_a_map_that_is_refused_leaves_nothing() -> None:
     before = own_descriptors()
     with pytest.raises(OSError, match=r"uid_map, 'nonsense'"):
@@ -67,7 +83,7 @@ def test_becoming_root(groups: bool) -> None:
     assert os.getgroups() == ([] if groups else kept)
 
 
-@in_own_process
+@in_user_namespaces
 def test_a_single_id_without_setgroups() -> None:
     own_user_namespace()
     userns.become_root(supplementary_groups=False)
