@@ -312,6 +312,16 @@ class Worktree:
                 return b""
             raise
 
+    def readlink(self, path: str) -> str:
+        """The text of a link as it is now, changed or not; empty if there is none."""
+        parent, _, name = path.rpartition("/")
+        folder = self.find(parent) if parent else self.root
+        text = _readlink(name, folder.fd) if isinstance(folder, Folder) else None
+        below = self._find_below(path)
+        if text is None and folder is None and below is not None:
+            text = _readlink(below.paths[0])
+        return text or ""
+
     def _find_below(self, path: str) -> _Below | None:
         top, _, rest = path.strip("/").partition("/")
         own = self._own.get(top)

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from tbench2_env.isolation import worktree
 from tbench2_env.isolation.aiochannel import AsyncChannel
+from tbench2_env.isolation.changes import Worktree
 from tbench2_env.isolation.channel import ChannelClosed, close_all, receive_descriptors
 from tbench2_env.isolation.spec import CommandSpec, Cover, Host, Rung, SandboxSpec, SpawnerConfig, Usage
 
@@ -164,6 +165,10 @@ class Sandbox:
         if counts.get("processes", 0) > self._counts.get("processes", 0):
             self._hits["processes"] = f"the episode reached its limit of {limits.processes_max} processes and threads"
         self._counts = counts
+
+    def worktree(self, *, thorough: bool = False) -> Worktree:
+        """What was changed in it so far. Blocks. Raises: FileNotFoundError when it is gone."""
+        return Worktree(self._spawner.ground, self.spec, self._spawner.rung, thorough=thorough)
 
     async def destroy(self) -> None:
         """Kill all that runs in it and discard its worktree. A sandbox that is gone already is no error."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import structlog
 
+from tbench2_env.isolation.changes import Worktree
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError
 from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
@@ -24,6 +25,7 @@ from tbench2_env.server.registry import Ended
 from tbench2_env.server.runs import Run
 from tbench2_env.server.services import Services
 from tbench2_env.server.snapshots import Snapshot
+from tbench2_env.server.tamper import Watch
 from tbench2_env.server.tasks import Task
 from tbench2_env.server.terminal import TerminalError, Terminals
 from tbench2_env.server.verifier import NoVerdict, Reason, Verdict
@@ -57,6 +59,7 @@ class Episode:
         self._queued_s = 0.0
         self._transfers = 0
         self._sandbox: Sandbox
+        self._watch: Watch
         #: Actions that run on without a waiting client, by handle.
         self.operations: dict[str, asyncio.Task[Any]] = {}
         self.state = Tbench2State(episode_id=run.episode_id, task_id=task.task_id, task_path=str(task.path))
@@ -107,6 +110,8 @@ class Episode:
             services.registry.forget(episode_id)
             await asyncio.shield(asyncio.to_thread(services.runs.end, run))
             raise
+        drop = services.settings.tamper == "drop"
+        episode._watch = Watch(episode._sandbox, episode._env, snapshot.workdir, drop=drop)
         services.registry.add(episode)
         episode.state.terminal_ready = True
         episode._sandbox.died.add_done_callback(episode._sandbox_died)
@@ -297,9 +302,10 @@ class Episode:
     async def _evaluate(self) -> Tbench2Observation:
         try:
             with self._services.metrics.timed("evaluate"):
-                verdict = await verifier.verify(
-                    self._sandbox, self._snapshot, self._env, self._runner, self._run.verifier_folder
-                )
+                async with self._watch.evaluation():
+                    verdict = await verifier.verify(
+                        self._sandbox, self._snapshot, self._env, self._runner, self._run.verifier_folder
+                    )
             await self._check_alive()
             self._usage = dataclasses.asdict(await self._sandbox.usage())
         except NoVerdict as none:
@@ -309,8 +315,9 @@ class Episode:
 
     def _without_verdict(self, none: NoVerdict) -> Tbench2Observation:
         self._services.metrics.verdicts.labels(none.reason).inc()
-        self._outcome = {"reward": None, "no_verdict": none.reason, "error": str(none)}
-        return self._observe(output=none.output, success=False, error=str(none), info={"no_verdict": none.reason})
+        info = {"no_verdict": none.reason, **self._watch.info()}
+        self._outcome = {"reward": None, "error": str(none), **info}
+        return self._observe(output=none.output, success=False, error=str(none), info=info)
 
     def _with_verdict(self, verdict: Verdict) -> Tbench2Observation:
         outcome = {1.0: "reward_1", 0.0: "reward_0"}.get(verdict.reward, "reward_other")
@@ -320,6 +327,7 @@ class Episode:
             "exit_code": verdict.exit_code,
             "seconds": round(verdict.seconds, 6),
             "usage": self._usage,
+            **self._watch.info(),
         }
         if hits := self._sandbox.take_hits():
             info["limits_hit"] = hits
@@ -385,6 +393,14 @@ class Episode:
     @property
     def env(self) -> dict[str, str]:
         return self._env
+
+    def worktree(self) -> Worktree:
+        """Its changes so far. Blocks. Raises: EpisodeEnded."""
+        try:
+            return self._sandbox.worktree()
+        except FileNotFoundError:
+            self.check_live()
+            raise SandboxError("the sandbox is dead: its worktree is gone") from None
 
     # ------------------------------------------------------------ ends
     def _arm_timers(self, *, http: bool) -> None:

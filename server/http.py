@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
-from tbench2_env.server import files, problems
+from tbench2_env.server import diff, files, problems
 from tbench2_env.server.ending import End, EpisodeBusy, EpisodeEnded
 from tbench2_env.server.episode import Episode
 from tbench2_env.server.mcp import answer_json_rpc
@@ -23,6 +23,7 @@ from tbench2_env.server.session import ResetRequest, find_task
 from tbench2_env.server.wire import (
     CreateRequest,
     EpisodeCreated,
+    EpisodeDiff,
     EpisodeInfo,
     EpisodePage,
     EvaluateAnswer,
@@ -58,6 +59,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
     _add_episodes(app, services)
     _add_actions(app, services)
     _add_files(app, services)
+    _add_diff(app, services)
     problems.document(app)
 
 
@@ -236,6 +238,24 @@ def _add_files(app: FastAPI, services: Services) -> None:
         """The content of a regular file of the episode. Streamed, whatever its size."""
         chunks = await files.send(_live(services, episode_id), files.check_path(path))
         return StreamingResponse(chunks, media_type="application/octet-stream")
+
+
+def _add_diff(app: FastAPI, services: Services) -> None:
+    binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+    @app.get(
+        "/episodes/{episode_id}/diff", tags=["Episodes"], response_model=EpisodeDiff,
+        responses=responses(404, 409, 422, 503) | {200: {"content": binary}},
+    )  # fmt: skip
+    async def show_diff(request: Request, episode_id: EpisodeId, path: FilePath | None = None) -> Any:
+        """What the live episode changed, or, with `path`, the content of one file that it added or changed."""
+        episode = _live(services, episode_id)
+        if path is None:
+            return await diff.list_changes(episode)
+        files.check_path(path)
+        # Its bytes, since a name need not be UTF-8.
+        raw_path = diff.path_of_query(request.scope["query_string"], episode.workdir)
+        return StreamingResponse(await diff.read_changed(episode, raw_path), media_type="application/octet-stream")
 
 
 # ---------------------------------------------------------------- helpers

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from tbench2_env.isolation.sandbox import SandboxError
 from tbench2_env.server.auth import OPEN_PATHS
+from tbench2_env.server.diff import NotChanged
 from tbench2_env.server.ending import EpisodeBusy, EpisodeEnded
 from tbench2_env.server.mcp import JsonRpcRequest
 from tbench2_env.server.pool import CapacityReached
@@ -54,6 +55,7 @@ class Problem(BaseModel):
 _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (UnknownEpisode, 404, "UNKNOWN_EPISODE"),
     (UnknownTask, 404, "UNKNOWN_TASK"),
+    (NotChanged, 404, "NOT_CHANGED"),
     (EpisodeEnded, 409, "EPISODE_ENDED"),
     (EpisodeBusy, 409, "EPISODE_BUSY"),
     (BadRequest, 422, "VALIDATION_ERROR"),

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     VERIFIER_TIMEOUT = "verifier_timeout"
     HARNESS_BROKEN = "harness_broken"
     SANDBOX_DEAD = "sandbox_dead"
+    TAMPERED = "tampered"
 
 
 class NoVerdict(Exception):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tbench2_env.isolation.changes import Kind
 from tbench2_env.models import Tbench2Action, Tbench2Observation
 from tbench2_env.server.ending import End
 from tbench2_env.server.session import ResetRequest
@@ -116,3 +117,41 @@ class OperationAnswer(BaseModel):
     handle: str
     done: bool
     answer: ExecAnswer | EvaluateAnswer | None = None
+
+
+class ChangedEntry(BaseModel):
+    """`size` in bytes and `mode` are as they are now, of what is deleted as they were."""
+
+    path: str = Field(description="Absolute; bytes that are no UTF-8 are shown as U+FFFD")
+    type: Literal["file", "folder", "link", "other"]
+    size: int
+    mode: str = Field(description="Permissions, octal", examples=["644"])
+    kind: Kind = Field(description="In `modified`, `metadata` is a change of mode or owner only")
+    origin: str | None = Field(None, description="Where a renamed folder was; all that was in it came along")
+    quoted: str | None = Field(None, description="The path's bytes, percent-encoded, where they are no UTF-8")
+
+
+class EpisodeDiff(BaseModel):
+    """What an episode changed. A deleted folder is one entry, whatever was in it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "added": [
+                        {"path": "/app/out.txt", "type": "file", "size": 3, "mode": "644", "kind": "added"},
+                    ],
+                    "modified": [
+                        {"path": "/etc/hosts", "type": "file", "size": 90, "mode": "644", "kind": "modified"},
+                    ],
+                    "deleted": [], "unreadable": [], "truncated": False,
+                }
+            ]
+        }
+    )  # fmt: skip
+
+    added: list[ChangedEntry]
+    modified: list[ChangedEntry]
+    deleted: list[ChangedEntry]
+    unreadable: list[str] = Field(description="Folders that the server may not look into, or whose path is too long")
+    truncated: bool = Field(description="There is more than the server lists")

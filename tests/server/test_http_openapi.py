@@ -25,6 +25,7 @@ ERRORS = {
     ("get", "/episodes/{episode_id}/operations/{handle}"): {"404", "409", "422", "503"},
     ("put", "/episodes/{episode_id}/files"): {"404", "409", "422", "503"},
     ("get", "/episodes/{episode_id}/files"): {"404", "409", "422", "503"},
+    ("get", "/episodes/{episode_id}/diff"): {"404", "409", "422", "503"},
     ("get", "/metadata"): set(),
     ("get", "/schema"): set(),
     ("get", "/metrics"): set(),
@@ -132,6 +133,8 @@ def test_files_are_documented_as_binary(document: dict[str, Any]) -> None:
     files = document["paths"]["/episodes/{episode_id}/files"]
     assert list(files["put"]["requestBody"]["content"]) == ["application/octet-stream"]
     assert list(files["get"]["responses"]["200"]["content"]) == ["application/octet-stream"]
+    diff = document["paths"]["/episodes/{episode_id}/diff"]["get"]["responses"]["200"]["content"]
+    assert sorted(diff) == ["application/json", "application/octet-stream"]
 
 
 def test_the_202_is_documented(document: dict[str, Any]) -> None:

@@ -1,0 +1,325 @@
+"""Tampering: what an episode's agent changed of what a verifier trusts (TB2_TAMPER).
+
+Looked at before the verifier runs, because a verifier installs things itself; what it left is not held against the
+agent at the next evaluation. It is a report of facts, not of guilt: tasks may ask for some of it. What a package
+manager installed is left out (`packages`). By family:
+
+- Files of `trusted.TRUSTED` and of pytest's: every change.
+- Programs: of those that the node has, every change; of new ones, those with a name that verifiers use or that stand
+  on PATH before one of the node's. A new link to a program of the same name (python -> python3) is none.
+- Libraries: every change of the node's; new ones only where the loader's cache leads to them.
+- Python's standard library: every change, compiled modules too, since a forged one is run in place of its source; so
+  where the node's python comes without compiled modules, running it is reported.
+- Packages of python: start-up hooks (.pth, sitecustomize) and pytest plug-ins (entry point pytest11), whoever installed
+  them; changes of the node's; new ones that no RECORD explains. What was deleted is not: it can only break a test.
+
+Not seen: what the agent's processes change while the verifier runs, and names that honest work has, such as a json.py
+in the working directory.
+"""
+
+import asyncio
+import fnmatch
+import posixpath
+import re
+import stat
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tbench2_env.isolation.changes import Budget, Change, Folder, Kind, Worktree
+from tbench2_env.isolation.sandbox import Sandbox, SandboxError
+from tbench2_env.server import trusted
+from tbench2_env.server.packages import Packages
+from tbench2_env.server.verifier import NoVerdict, Reason
+
+#: What `info.tampered` holds; of the rest it has the count.
+REPORTED_MAX = 200
+#: Entries of the upper that are looked at, in trusted folders only; a worktree with more there is itself reported.
+_ENTRIES_MAX = 50_000
+_NAMED_IN_DROP = 3
+_ENTRY_POINTS_MAX_BYTES = 1 << 18
+_HAS_PYTEST_PLUGIN = re.compile(rb"^\s*\[\s*pytest11\s*\]", re.MULTILINE)
+_SITE_FOLDERS = ("site-packages", "dist-packages")
+_METADATA_FOLDERS = (".dist-info", ".egg-info")
+
+
+@dataclass(frozen=True)
+class Tampered:
+    """A trusted path that the agent changed."""
+
+    change: Change
+    trusted_as: str
+
+    def describe(self) -> dict[str, str]:
+        return {"path": printable(self.change.path), "kind": self.change.kind, "trusted_as": self.trusted_as}
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What is another one when the path was changed again."""
+        now = self.change.now
+        return self.change.path, self.change.kind, now and (now.st_ino, now.st_ctime_ns, now.st_size)
+
+
+def printable(path: str) -> str:
+    """Text that any JSON can hold; names need not be UTF-8."""
+    return path.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def find_tampered(worktree: Worktree, env: Mapping[str, str], workdir: str) -> list[Tampered]:
+    """The trusted paths that were changed, each once, the most telling first. `env` is what verifiers get.
+
+    `worktree` should be thorough. Raises: OSError when the episode ends meanwhile.
+    """
+    scan = _Scan(worktree, env.get("HOME", "/root"), workdir, env.get("PATH", ""))
+    found: dict[str, Tampered] = {}
+    for each in scan.all():
+        found.setdefault(each.change.path, each)
+    if scan.budget.exceeded:
+        change = Change("/", Kind.UNREADABLE, None)
+        found.setdefault("/", Tampered(change, f"more than {_ENTRIES_MAX} changes in folders that verifiers trust"))
+    return list(found.values())
+
+
+class _Scan:
+    """One look at a worktree."""
+
+    def __init__(self, worktree: Worktree, home: str, workdir: str, path: str) -> None:
+        self._worktree, self._home, self._workdir = worktree, home.rstrip("/"), workdir.rstrip("/")
+        self._program_folders = [posixpath.normpath(each) for each in path.split(":") if each.startswith("/")]
+        self.budget = Budget(_ENTRIES_MAX)
+        self._packages = Packages(worktree)
+
+    def all(self) -> Iterator[Tampered]:
+        # First, because the books of installed packages explain programs, too.
+        in_python = [*self._in_python()]
+        for rule in (*trusted.TRUSTED, trusted.PYTEST):
+            for pattern in rule.patterns:
+                for change in self._match(pattern):
+                    if not self._packages.explains(change):
+                        yield Tampered(change, rule.reason)
+        yield from self._from_workdir()
+        yield from self._programs()
+        yield from self._libraries()
+        yield from in_python
+
+    # ------------------------------------------------------------ patterns
+    def _match(self, pattern: str) -> Iterator[Change]:
+        """The changes of what a pattern names, and of folders above it."""
+        names = pattern.replace("~", self._home, 1).strip("/").split("/")
+        yield from self._match_below(self._worktree.root, names)
+
+    def _match_below(self, folder: Folder, names: list[str]) -> Iterator[Change]:
+        name, *rest = names
+        if name == "**":
+            yield from self._worktree.walk(folder, self.budget)
+            return
+        is_pattern = any(character in name for character in "*?[")
+        for each in fnmatch.filter(self._worktree.names(folder, self.budget), name) if is_pattern else (name,):
+            change = self._worktree.look(folder, each)
+            try:
+                inner = self._worktree.enter(folder, each) if rest else None
+            except OSError:
+                yield Change(f"{folder.path}/{each}", Kind.UNREADABLE, None)
+                continue
+            if inner is not None and (change is None or change.kind is not Kind.RENAMED):
+                yield from self._match_below(inner, rest)
+            elif change is not None and (not rest or change.kind is not Kind.ADDED):
+                yield change
+
+    def _from_workdir(self) -> Iterator[Tampered]:
+        folder = self._worktree.find(self._workdir) if self._workdir else self._worktree.root
+        if not isinstance(folder, Folder):
+            return
+        for name in trusted.FROM_WORKDIR.patterns:
+            change = self._worktree.look(folder, name)
+            if change is not None and change.now is not None:
+                yield Tampered(change, trusted.FROM_WORKDIR.reason)
+        # Importing finds plug-ins by the metadata in it, likewise.
+        for name in self._worktree.names(folder, Budget(_ENTRIES_MAX)):
+            if name.endswith(_METADATA_FOLDERS):
+                yield from self._plugin(folder, name)
+
+    # ------------------------------------------------------------ programs and libraries
+    def _programs(self) -> Iterator[Tampered]:
+        for place, path in enumerate(self._program_folders):
+            for change in self._match(f"{path}/*"):
+                name = change.path.rpartition("/")[2]
+                reason = self._reason_of_program(change, name, self._program_folders[place + 1 :])
+                if reason and not self._packages.explains(change):
+                    yield Tampered(change, reason)
+
+    def _reason_of_program(self, change: Change, name: str, later: list[str]) -> str:
+        if change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED):
+            return "a program of the node"
+        shadowed = next((f"{path}/{name}" for path in later if self._worktree.below(f"{path}/{name}")), "")
+        if self._is_same_program(change, name):
+            return ""
+        if shadowed:
+            return f"a program that comes before {printable(shadowed)} on PATH"
+        return "a program that verifiers run" if _is_one_of(name, trusted.PROGRAMS) else ""
+
+    def _is_same_program(self, change: Change, name: str) -> bool:
+        """Whether a new name is a link to an unchanged program of the node that begins with it."""
+        if change.now is None or not stat.S_ISLNK(change.now.st_mode):
+            return False
+        parent, _, _ = change.path.rpartition("/")
+        target = posixpath.normpath(posixpath.join(parent, self._worktree.readlink(change.path)))
+        folder_path, _, base = target.rpartition("/")
+        if not base.startswith(name) or folder_path not in self._program_folders or not self._worktree.below(target):
+            return False
+        folder = self._worktree.find(folder_path)
+        return folder is None or (isinstance(folder, Folder) and self._worktree.look(folder, base) is None)
+
+    def _libraries(self) -> Iterator[Tampered]:
+        for path in trusted.LIBRARY_FOLDERS:
+            for change in self._match(f"{path}/*"):
+                known = change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED)
+                if known and not self._packages.explains(change):
+                    yield Tampered(change, "a library of the node")
+        for change in self._match("/etc/ld.so.cache"):
+            if not self._packages.explains(change):
+                yield Tampered(change, "the loader finds libraries by it")
+
+    # ------------------------------------------------------------ python
+    def _in_python(self) -> Iterator[Tampered]:
+        """The libraries of every python on PATH."""
+        prefixes = dict.fromkeys(posixpath.dirname(path).rstrip("/") for path in self._program_folders)
+        for prefix in (*prefixes, f"{self._home}/.local"):
+            yield from (
+                Tampered(each, "python's standard library") for each in self._match(f"{prefix}/lib/python3*.zip")
+            )
+            lib = self._worktree.find(f"{prefix}/lib")
+            if not isinstance(lib, Folder):
+                continue
+            for name in fnmatch.filter(self._worktree.names(lib, self.budget), "python3*"):
+                try:
+                    folder = self._worktree.enter(lib, name)
+                except OSError:
+                    yield Tampered(Change(f"{lib.path}/{name}", Kind.UNREADABLE, None), "python's standard library")
+                    continue
+                change = self._worktree.look(lib, name)
+                if folder is not None and folder.moved is None:
+                    yield from self._python_folder(folder)
+                elif change is not None:
+                    yield Tampered(change, "python's standard library")
+
+    def _python_folder(self, folder: Folder) -> Iterator[Tampered]:
+        for name in self._worktree.names(folder, self.budget):
+            change = self._worktree.look(folder, name)
+            inner = self._enter(folder, name)
+            if name in _SITE_FOLDERS and isinstance(inner, Folder) and inner.moved is None:
+                yield from self._site(inner)
+                continue
+            for each in self._entry_and_below(change, inner):
+                if name not in trusted.NOT_CODE and not self._packages.explains(each):
+                    yield Tampered(each, "python's standard library")
+
+    def _enter(self, folder: Folder, name: str) -> Folder | Change | None:
+        try:
+            return self._worktree.enter(folder, name)
+        except OSError:
+            return Change(f"{folder.path}/{name}", Kind.UNREADABLE, None)
+
+    def _entry_and_below(self, change: Change | None, inner: Folder | Change | None) -> Iterator[Change]:
+        if isinstance(inner, Change):
+            yield inner
+        elif change is not None:
+            yield change
+        if isinstance(inner, Folder) and inner.moved is None:
+            yield from self._worktree.walk(inner, self.budget)
+
+    def _site(self, site: Folder) -> Iterator[Tampered]:
+        names = self._worktree.names(site, self.budget)
+        for name in names:
+            if name.endswith(".dist-info"):
+                self._packages.add_record(site.path, name)
+        for name in names:
+            change = self._worktree.look(site, name)
+            if change is not None and change.now is not None and _is_one_of(name, trusted.PYTHON_HOOKS):
+                yield Tampered(change, "it runs in every python")
+            elif name.endswith(_METADATA_FOLDERS):
+                yield from self._plugin(site, name)
+            else:
+                yield from self._package(change, self._enter(site, name))
+
+    def _plugin(self, folder: Folder, name: str) -> Iterator[Tampered]:
+        try:
+            metadata = self._worktree.enter(folder, name)
+        except OSError:
+            yield Tampered(Change(f"{folder.path}/{name}", Kind.UNREADABLE, None), "a plug-in of pytest")
+            return
+        change = self._worktree.look(metadata, "entry_points.txt") if metadata is not None else None
+        if change is None or change.now is None:
+            return
+        text = self._worktree.read(change.path, _ENTRY_POINTS_MAX_BYTES)
+        if _HAS_PYTEST_PLUGIN.search(text) or change.now.st_size > _ENTRY_POINTS_MAX_BYTES:
+            yield Tampered(change, "a plug-in of pytest")
+
+    def _package(self, change: Change | None, inner: Folder | Change | None) -> Iterator[Tampered]:
+        """A package or module: its changes if the node has it; if it is new, the package as a whole, once."""
+        is_new = change is not None and change.kind in (Kind.ADDED, Kind.RENAMED)
+        for each in self._entry_and_below(change, inner):
+            is_folder = each.now is not None and stat.S_ISDIR(each.now.st_mode) and each.kind is not Kind.RENAMED
+            if each.now is None and each.kind is Kind.DELETED:
+                continue
+            if is_folder or self._packages.explains(each):
+                continue
+            if is_new and change is not None:
+                yield Tampered(change, "a package of python that none of its package managers explains")
+                return
+            yield Tampered(each, "a package of python")
+
+
+def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# ---------------------------------------------------------------- around a verifier
+class Watch:
+    """What was found at the evaluations of one episode."""
+
+    def __init__(self, sandbox: Sandbox, env: Mapping[str, str], workdir: str, *, drop: bool) -> None:
+        self._sandbox, self._env, self._workdir, self._drop = sandbox, dict(env), workdir, drop
+        self._found: list[Tampered] = []
+        self._of_verifiers: set[tuple[object, ...]] = set()
+
+    def info(self) -> dict[str, Any]:
+        """`tampered` of the last evaluation, and `tampered_more`: how many more there are."""
+        info: dict[str, Any] = {"tampered": [each.describe() for each in self._found[:REPORTED_MAX]]}
+        if len(self._found) > REPORTED_MAX:
+            info["tampered_more"] = len(self._found) - REPORTED_MAX
+        return info
+
+    @asynccontextmanager
+    async def evaluation(self) -> AsyncIterator[None]:
+        """Around a verifier: look before it runs, and remember what it changed itself.
+
+        Raises: NoVerdict with TB2_TAMPER=drop; SandboxError when the episode is gone.
+        """
+        found = await self._look()
+        self._found = [each for each in found if each.identity not in self._of_verifiers]
+        if self._found and self._drop:
+            paths = ", ".join(printable(each.change.path) for each in self._found[:_NAMED_IN_DROP])
+            more = f" and {len(self._found) - _NAMED_IN_DROP} more" if len(self._found) > _NAMED_IN_DROP else ""
+            raise NoVerdict(Reason.TAMPERED, f"no verdict: what verifiers trust was changed: {paths}{more}")
+        try:
+            yield
+        except NoVerdict:
+            await self._settle()
+            raise
+        await self._settle()
+
+    async def _settle(self) -> None:
+        agents = {each.identity for each in self._found}
+        self._of_verifiers = {each.identity for each in await self._look()} - agents
+
+    async def _look(self) -> list[Tampered]:
+        try:
+            return await asyncio.to_thread(self._scan)
+        except OSError as error:
+            raise SandboxError(f"the sandbox is dead: its worktree cannot be read: {error}") from error
+
+    def _scan(self) -> list[Tampered]:
+        with self._sandbox.worktree(thorough=True) as worktree:
+            return find_tampered(worktree, self._env, self._workdir)
