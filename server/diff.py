@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 from tbench2_env.isolation.changes import Budget, Change, Folder, Kind, Worktree
 from tbench2_env.server.episode import Episode
 from tbench2_env.server.session import BadRequest
-from tbench2_env.server.tamper import printable
+from tbench2_env.server.tampered import printable
 from tbench2_env.server.wire import ChangedEntry, EpisodeDiff
 
 #: Changes that are listed, and entries of the upper that are looked at for them.

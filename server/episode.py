@@ -110,8 +110,7 @@ class Episode:
             services.registry.forget(episode_id)
             await asyncio.shield(asyncio.to_thread(services.runs.end, run))
             raise
-        drop = services.settings.tamper == "drop"
-        episode._watch = Watch(episode._sandbox, episode._env, snapshot.workdir, drop=drop)
+        episode._watch = Watch(episode._sandbox, episode._env, snapshot.workdir, services.settings.tamper)
         services.registry.add(episode)
         episode.state.terminal_ready = True
         episode._sandbox.died.add_done_callback(episode._sandbox_died)
@@ -302,10 +301,9 @@ class Episode:
     async def _evaluate(self) -> Tbench2Observation:
         try:
             with self._services.metrics.timed("evaluate"):
-                async with self._watch.evaluation():
-                    verdict = await verifier.verify(
-                        self._sandbox, self._snapshot, self._env, self._runner, self._run.verifier_folder
-                    )
+                async with self._watch.evaluation() as covers:
+                    grade = verifier.Grade(self._sandbox, self._snapshot, self._env, covers)
+                    verdict = await verifier.verify(grade, self._runner, self._run.verifier_folder)
             await self._check_alive()
             self._usage = dataclasses.asdict(await self._sandbox.usage())
         except NoVerdict as none:

@@ -35,7 +35,7 @@ class Settings(BaseSettings):
     isolation: str = Field("auto", pattern=f"^(auto|{'|'.join(RUNGS)})$", validation_alias="TB2_ISOLATION")
     network: str = Field("auto", pattern="^(auto|private|egress|host)$", validation_alias="TB2_NETWORK")
     limits: str = Field("task", pattern="^(task|off)$", validation_alias="TB2_LIMITS")
-    tamper: str = Field("report", pattern="^(report|drop)$", validation_alias="TB2_TAMPER")
+    tamper: str = Field("report", pattern="^(report|drop|restore)$", validation_alias="TB2_TAMPER")
     scratch_dir: Path | None = Field(None, validation_alias="TB2_SCRATCH_DIR")
     max_concurrent_envs: int = Field(8, ge=1, validation_alias="MAX_CONCURRENT_ENVS")
     enable_web_interface: bool = Field(False, validation_alias="ENABLE_WEB_INTERFACE")

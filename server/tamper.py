@@ -24,13 +24,14 @@ import re
 import stat
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tbench2_env.isolation.changes import Budget, Change, Folder, Kind, Worktree
 from tbench2_env.isolation.sandbox import Sandbox, SandboxError
-from tbench2_env.server import trusted
+from tbench2_env.isolation.spec import Cover
+from tbench2_env.server import cleanstart, trusted
 from tbench2_env.server.packages import Packages
+from tbench2_env.server.tampered import Tampered, printable
 from tbench2_env.server.verifier import NoVerdict, Reason
 
 #: What `info.tampered` holds; of the rest it has the count.
@@ -40,30 +41,10 @@ _ENTRIES_MAX = 50_000
 _NAMED_IN_DROP = 3
 _ENTRY_POINTS_MAX_BYTES = 1 << 18
 _HAS_PYTEST_PLUGIN = re.compile(rb"^\s*\[\s*pytest11\s*\]", re.MULTILINE)
+#: Such lines of a .pth are executed (docs.python.org, module site).
+_HAS_IMPORT = re.compile(rb"^import[ \t]", re.MULTILINE)
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 _METADATA_FOLDERS = (".dist-info", ".egg-info")
-
-
-@dataclass(frozen=True)
-class Tampered:
-    """A trusted path that the agent changed."""
-
-    change: Change
-    trusted_as: str
-
-    def describe(self) -> dict[str, str]:
-        return {"path": printable(self.change.path), "kind": self.change.kind, "trusted_as": self.trusted_as}
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """What is another one when the path was changed again."""
-        now = self.change.now
-        return self.change.path, self.change.kind, now and (now.st_ino, now.st_ctime_ns, now.st_size)
-
-
-def printable(path: str) -> str:
-    """Text that any JSON can hold; names need not be UTF-8."""
-    return path.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def find_tampered(worktree: Worktree, env: Mapping[str, str], workdir: str) -> list[Tampered]:
@@ -97,7 +78,7 @@ class _Scan:
             for pattern in rule.patterns:
                 for change in self._match(pattern):
                     if not self._packages.explains(change):
-                        yield Tampered(change, rule.reason)
+                        yield Tampered(change, rule.reason, rule.never, rule.quiet)
         yield from self._from_workdir()
         yield from self._programs()
         yield from self._libraries()
@@ -124,7 +105,7 @@ class _Scan:
                 continue
             if inner is not None and (change is None or change.kind is not Kind.RENAMED):
                 yield from self._match_below(inner, rest)
-            elif change is not None and (not rest or change.kind is not Kind.ADDED):
+            elif change is not None and (not rest or change.kind is not Kind.ADDED or _is_link(change)):
                 yield change
 
     def _from_workdir(self) -> Iterator[Tampered]:
@@ -147,7 +128,8 @@ class _Scan:
                 name = change.path.rpartition("/")[2]
                 reason = self._reason_of_program(change, name, self._program_folders[place + 1 :])
                 if reason and not self._packages.explains(change):
-                    yield Tampered(change, reason)
+                    of_node = change.before is not None and _is_one_of(name, trusted.CORE_PROGRAMS)
+                    yield Tampered(change, reason, never=of_node)
 
     def _reason_of_program(self, change: Change, name: str, later: list[str]) -> str:
         if change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED):
@@ -176,7 +158,8 @@ class _Scan:
             for change in self._match(f"{path}/*"):
                 known = change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED)
                 if known and not self._packages.explains(change):
-                    yield Tampered(change, "a library of the node")
+                    core = _is_one_of(change.path.rpartition("/")[2], trusted.CORE_LIBRARIES)
+                    yield Tampered(change, "a library of the node", never=core)
         for change in self._match("/etc/ld.so.cache"):
             if not self._packages.explains(change):
                 yield Tampered(change, "the loader finds libraries by it")
@@ -237,11 +220,19 @@ class _Scan:
         for name in names:
             change = self._worktree.look(site, name)
             if change is not None and change.now is not None and _is_one_of(name, trusted.PYTHON_HOOKS):
-                yield Tampered(change, "it runs in every python")
+                yield Tampered(change, "it runs in every python", never=self._is_plant(change, name))
             elif name.endswith(_METADATA_FOLDERS):
                 yield from self._plugin(site, name)
             else:
                 yield from self._package(change, self._enter(site, name))
+
+    def _is_plant(self, change: Change, name: str) -> bool:
+        """A .pth that only names a folder, or that a package brought, as editable installs do, may be honest work."""
+        if not name.endswith(".pth"):
+            return True
+        text = self._worktree.read(change.path, _ENTRY_POINTS_MAX_BYTES)
+        runs_code = change.now is None or change.now.st_size > len(text) or _HAS_IMPORT.search(text) is not None
+        return runs_code and not self._packages.explains(change)
 
     def _plugin(self, folder: Folder, name: str) -> Iterator[Tampered]:
         try:
@@ -254,7 +245,7 @@ class _Scan:
             return
         text = self._worktree.read(change.path, _ENTRY_POINTS_MAX_BYTES)
         if _HAS_PYTEST_PLUGIN.search(text) or change.now.st_size > _ENTRY_POINTS_MAX_BYTES:
-            yield Tampered(change, "a plug-in of pytest")
+            yield Tampered(change, "a plug-in of pytest", never=True)
 
     def _package(self, change: Change | None, inner: Folder | Change | None) -> Iterator[Tampered]:
         """A package or module: its changes if the node has it; if it is new, the package as a whole, once."""
@@ -271,6 +262,10 @@ class _Scan:
             yield Tampered(each, "a package of python")
 
 
+def _is_link(change: Change) -> bool:
+    return change.now is not None and stat.S_ISLNK(change.now.st_mode)
+
+
 def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -279,8 +274,9 @@ def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
 class Watch:
     """What was found at the evaluations of one episode."""
 
-    def __init__(self, sandbox: Sandbox, env: Mapping[str, str], workdir: str, *, drop: bool) -> None:
-        self._sandbox, self._env, self._workdir, self._drop = sandbox, dict(env), workdir, drop
+    def __init__(self, sandbox: Sandbox, env: Mapping[str, str], workdir: str, mode: str) -> None:
+        """`mode` is that of TB2_TAMPER."""
+        self._sandbox, self._env, self._workdir, self._mode = sandbox, dict(env), workdir, mode
         self._found: list[Tampered] = []
         self._of_verifiers: set[tuple[object, ...]] = set()
 
@@ -292,19 +288,20 @@ class Watch:
         return info
 
     @asynccontextmanager
-    async def evaluation(self) -> AsyncIterator[None]:
-        """Around a verifier: look before it runs, and remember what it changed itself.
+    async def evaluation(self) -> AsyncIterator[list[Cover]]:
+        """Around a verifier: look before it runs, say what it is not to see, and remember what it changed itself.
 
         Raises: NoVerdict with TB2_TAMPER=drop; SandboxError when the episode is gone.
         """
         found = await self._look()
-        self._found = [each for each in found if each.identity not in self._of_verifiers]
-        if self._found and self._drop:
+        fresh = [each for each in found if each.identity not in self._of_verifiers]
+        self._found = [each for each in fresh if not each.quiet]
+        if self._found and self._mode == "drop":
             paths = ", ".join(printable(each.change.path) for each in self._found[:_NAMED_IN_DROP])
             more = f" and {len(self._found) - _NAMED_IN_DROP} more" if len(self._found) > _NAMED_IN_DROP else ""
             raise NoVerdict(Reason.TAMPERED, f"no verdict: what verifiers trust was changed: {paths}{more}")
         try:
-            yield
+            yield cleanstart.covers(fresh, restore=self._mode == "restore")
         except NoVerdict:
             await self._settle()
             raise

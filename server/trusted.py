@@ -11,14 +11,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trusted:
-    """`patterns` are trusted as `reason`."""
+    """`patterns` are trusted as `reason`.
+
+    `never`: a verifier does not take them from the agent, whatever TB2_TAMPER says, because no honest work needs a
+    verifier to (`cleanstart`). `quiet`: and honest agents have them all the time, so it is nothing to report.
+    """
 
     reason: str
     patterns: tuple[str, ...]
+    never: bool = False
+    quiet: bool = False
 
 
 TRUSTED = (
-    Trusted("the loader preloads it into every program", ("/etc/ld.so.preload",)),
+    # No task installs one; a verifier's every program would run it.
+    Trusted("the loader preloads it into every program", ("/etc/ld.so.preload",), never=True),
+    # Test scripts fetch uv themselves and then source `env`, which the installer leaves as it finds it. Of uv's caches
+    # it believes what is unpacked in them; without, it fetches anew.
+    Trusted("uv's own programs, pythons and caches", (
+        *(f"~/{folder}/{name}" for folder in (".local/bin", ".cargo/bin") for name in ("uv", "uvx", "env", "env.fish")),
+        "~/.local/share/uv", "~/.cache/uv", "~/.cache/pip",
+    ), never=True, quiet=True),
+    # Test scripts say themselves where they install from; a task that wants pip configured means /etc/pip.conf.
+    Trusted("read by pip or uv", (
+        "~/.config/pip", "~/.pip", "~/.config/uv", "~/uv.toml", "/uv.toml",
+    ), never=True, quiet=True),
     Trusted("the loader finds libraries by it", ("/etc/ld.so.conf", "/etc/ld.so.conf.d/*")),
     Trusted("a folder of programs or libraries", ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")),
     Trusted("python's own start-up", ("/etc/python3*/**",)),
@@ -33,10 +50,9 @@ TRUSTED = (
         "~/.bashrc", "~/.profile", "~/.bash_profile", "~/.bash_login", "~/.bash_aliases", "~/.pam_environment",
     )),
     Trusted("read by pip, uv, curl, wget or git", (
-        "/etc/pip.conf", "/etc/xdg/pip/**", "~/.config/pip/**", "~/.pip/**", "/etc/uv/**", "~/.config/uv/**",
+        "/etc/pip.conf", "/etc/xdg/pip/**", "/etc/uv/**",
         "/etc/curlrc", "~/.curlrc", "~/.config/curlrc", "/etc/wgetrc", "~/.wgetrc", "~/.netrc",
         "/etc/gitconfig", "~/.gitconfig", "~/.config/git/**",
-        "/uv.toml", "~/uv.toml",
     )),
     Trusted("programs and libraries of the user", ("~/.local/bin/**", "~/.cargo/bin/**")),
     # Entries of other names in /etc/ssl/certs are not looked up by anybody: a task's own certificate may lie there.
@@ -59,7 +75,7 @@ TRUSTED = (
 PYTEST = Trusted("pytest reads it for /tests", tuple(
     f"/{name}" for name in ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml",
                             "pyproject.toml", "tox.ini", "setup.cfg", "setup.py")
-))  # fmt: skip
+), never=True)  # fmt: skip
 #: `python3 -m pytest` imports these from the working directory before those that are installed. Others (json.py, ...)
 #: it would take from there, too, but honest work has such names.
 FROM_WORKDIR = Trusted("python -m pytest imports it from the working directory", tuple(
@@ -77,6 +93,16 @@ apt apt-* dpkg-* pip pip[0-9]* pipx py.test pytest python python[0-9]*
 """
 #: Programs that verifiers run by name: one that is added to a folder of PATH is taken for theirs.
 PROGRAMS = tuple(_PROGRAMS.split())
+#: Of these a verifier runs the node's own, if the node has one and no package manager changed it: no task asks for
+#: another bash or another cat, and these run before any test could notice.
+CORE_PROGRAMS = (
+    *"""[ awk basename bash cat chmod chown cp cut dash dirname echo env expr false find gawk grep head id kill ln ls
+    mawk mkdir mktemp mv printf ps pgrep pwd readlink realpath rm sed sh sleep sort stat tail tee test timeout touch tr
+    true uname uniq wc which xargs python python3""".split(),
+    "python3.[0-9]*[0-9]",
+)  # fmt: skip
+#: The same for what the loader puts under every one of them.
+CORE_LIBRARIES = ("ld-linux*", "ld-*.so", "libc.so.*", "libc-*.so")
 #: Folders where the loader looks for libraries; of these the node's own files are trusted.
 LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/lib/*-linux-gnu", "/lib", "/lib64", "/lib/*-linux-gnu")
 #: Always reported: they run in every python, or in every pytest.

@@ -8,14 +8,14 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tbench2_env.isolation.sandbox import Sandbox
-from tbench2_env.isolation.spec import CommandSpec
+from tbench2_env.isolation.spec import CommandSpec, Cover
 from tbench2_env.server.shell import BASH, Result, Runner
 from tbench2_env.server.snapshots import Snapshot
 
@@ -62,20 +62,27 @@ class Verdict:
     rewards: dict[str, float] = field(default_factory=dict)
 
 
-async def verify(
-    sandbox: Sandbox, snapshot: Snapshot, env: Mapping[str, str], runner: Runner, results: Path
-) -> Verdict:
-    """Run the harness of `snapshot` in `sandbox`; its files are kept in the folder `results`.
+@dataclass(frozen=True)
+class Grade:
+    """What is graded and how: `env` is the episode's environment, to which task.toml's [verifier.env] is added."""
 
-    `env` is the episode's environment, to which task.toml's [verifier.env] is added.
+    sandbox: Sandbox
+    snapshot: Snapshot
+    env: Mapping[str, str]
+    covers: Sequence[Cover] = ()
+
+
+async def verify(grade: Grade, runner: Runner, results: Path) -> Verdict:
+    """Run the harness; its files are kept in the folder `results`.
 
     Raises: NoVerdict, SandboxError.
     """
+    sandbox, snapshot = grade.sandbox, grade.snapshot
     if not snapshot.has_tests:
         raise NoVerdict(Reason.TESTS_MISSING, "no verdict: the task has no tests/ folder")
     timeout_s = snapshot.config.verifier.timeout_sec
-    command = _command(snapshot, env)
-    result = await runner.run(lambda fds: sandbox.start_verifier(command, fds, snapshot.name), timeout_s)
+    command = _command(snapshot, grade.env)
+    result = await runner.run(lambda fds: sandbox.start_verifier(command, fds, snapshot.name, grade.covers), timeout_s)
     _keep(sandbox.verifier_folder, result, results)
     tail = result.output[-OUTPUT_TAIL:]
     if result.timed_out:
