@@ -96,7 +96,10 @@ PROGRAMS = tuple(_PROGRAMS.split())
 #: Of these a verifier runs the node's own, if the node has one and no package manager changed it: no task asks for
 #: another bash or another cat, and these run before any test could notice.
 CORE_PROGRAMS = (
-    *["[", "awk", "basename", "bash", "cat", "chmod", "chown", "cp", "cut", "dash", "dirname", "echo", "env", "expr", "false", "find", "gawk", "grep", "head", "id", "kill", "ln", "ls", "mawk", "mkdir", "mktemp", "mv", "printf", "ps", "pgrep", "pwd", "readlink", "realpath", "rm", "sed", "sh", "sleep", "sort", "stat", "tail", "tee", "test", "timeout", "touch", "tr", "true", "uname", "uniq", "wc", "which", "xargs", "python", "python3"],
+    "[", "awk", "basename", "bash", "cat", "chmod", "chown", "cp", "cut", "dash", "dirname", "echo", "env", "expr",
+    "false", "find", "gawk", "grep", "head", "id", "kill", "ln", "ls", "mawk", "mkdir", "mktemp", "mv", "printf",
+    "ps", "pgrep", "pwd", "readlink", "realpath", "rm", "sed", "sh", "sleep", "sort", "stat", "tail", "tee", "test",
+    "timeout", "touch", "tr", "true", "uname", "uniq", "wc", "which", "xargs", "python", "python3",
     "python3.[0-9]*[0-9]",
 )  # fmt: skip
 #: The same for what the loader puts under every one of them.
