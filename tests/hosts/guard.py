@@ -33,7 +33,10 @@ def _guard(work: Callable[[], None], folder: Path) -> int:
         pid = os.fork()
         if pid == 0:
             _work(work, guard)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        # Orphans too, as init would: a PID namespace whose process nobody reaps does not go away.
+        while (ended := os.waitpid(-1, 0))[0] != pid:
+            pass
+        code = os.waitstatus_to_exitcode(ended[1])
         return code if code >= 0 else 128 - code
     finally:
         for number in _SIGNALS_TO_END:

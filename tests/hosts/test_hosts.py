@@ -175,6 +175,12 @@ def test_the_commands_end_is_told(node: str) -> None:
     assert folders() == before
 
 
+def test_orphans_are_reaped(run: Run) -> None:
+    """As on a node with an init."""
+    orphan = "sleep 0.1 >/dev/null & echo $!"
+    assert run("nobody", f"pid=$(bash -c '{orphan}'); until [ ! -e /proc/$pid ]; do sleep 0.01; done") == []
+
+
 @pytest.mark.parametrize("node", ["nobody", "enroot-overlay", "no-userns"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("guard", ["outer", "inner"])
