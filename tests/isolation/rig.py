@@ -15,7 +15,7 @@ import pytest
 from support.server import descendants
 from tbench2_env.isolation import probe
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import CommandSpec, Cover, Limits, Network, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.spec import RUNGS, CommandSpec, Cover, Limits, Network, SandboxSpec, SpawnerConfig
 
 from .child import stat_fields
 
@@ -26,10 +26,12 @@ ENV = {"PATH": PATH, "HOME": "/root"}
 #: An imitated node (tests/on_host.py) says which it is.
 _NODE = os.environ.get("TB2_TEST_NODE", "")
 _ENROOT = _NODE.startswith("enroot-")
-#: Rungs of the ladder that this node allows, best first.
-RUNGS_HERE = [
-    probe.resolve(name) for name in {"nobody": ["5"], "no-userns": ["3"], "": ["1", "2", "3", "4"]}.get(_NODE, ["E"])
-]
+#: Rungs of the ladder that this node allows, best first. Nobody's spawner is in a user namespace that we are not in.
+RUNGS_HERE = (
+    [RUNGS["5"]]
+    if _NODE == "nobody"
+    else [probe.resolve(name) for name in {"no-userns": ["3"], "": ["1", "2", "3", "4"]}.get(_NODE, ["E"])]
+)
 BEST_RUNG = RUNGS_HERE[0]
 #: Whether chown, set*id and setgroups answer success without doing anything.
 IDS_ARE_FAKED = _ENROOT

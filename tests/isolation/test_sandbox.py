@@ -172,7 +172,7 @@ async def test_a_part_of_the_node_is_hidden(start_rig: StartRig) -> None:
     assert {
         f"ls: cannot access '{path}': No such file or directory" for path in ("/usr/share/doc", "/etc/debian_version")
     } <= seen
-    assert {"base-files", "passwd"} & seen == {"passwd"}
+    assert "passwd" in seen
     assert {path.name for path in Path("/usr/share").iterdir()} - seen == {"doc"}
 
 

@@ -8,12 +8,12 @@ from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.spec import Limits
 from tbench2_env.isolation.storage import Drain, Storage
 
-from .child import in_own_process, own_mounts
+from .child import as_root, in_own_process, own_mounts
 
 _MIB = 1 << 20
 
 
-@in_own_process
+@as_root
 def test_writes_that_deletions_hide_are_seen_later(tmp_path: Path) -> None:
     own_mounts()
     sc.mount("tmpfs", str(tmp_path), "tmpfs", options="size=64m")  # nobody else writes here

@@ -14,8 +14,8 @@ import pytest
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation import userns
 
-from .child import in_own_process, own_user_namespace
-from .rig import BEST_RUNG, IDS_ARE_FAKED, USER_NAMESPACES, children, own_descriptors
+from .child import as_root, in_own_process, own_user_namespace
+from .rig import AS_ANOTHER_USER, BEST_RUNG, IDS_ARE_FAKED, USER_NAMESPACES, children, own_descriptors
 
 P = ParamSpec("P")
 
@@ -28,7 +28,7 @@ def in_user_namespaces(test: Callable[P, None]) -> Callable[P, None]:
         with contextlib.nullcontext() if USER_NAMESPACES else pytest.raises(OSError, match="are switched off"):
             test(*args, **kwargs)
 
-    return in_own_process(run)
+    return as_root(run)
 
 
 @in_user_namespaces
@@ -75,8 +75,12 @@ def test_a_map_that_is_refused_leaves_nothing() -> None:
 @pytest.mark.parametrize("groups", [True, False])
 @in_own_process
 def test_becoming_root(groups: bool) -> None:
-    os.setgroups([7])
-    os.setresuid(1, 0, 2)
+    if AS_ANOTHER_USER:
+        os.setgroups([7])
+        os.setresuid(1, 0, 2)
+    else:
+        own_user_namespace()
+        groups = False  # which a single id denies: see below
     kept = os.getgroups()  # 7, where ids are not faked
     userns.become_root(supplementary_groups=groups)
     assert (os.getresuid(), os.getresgid()) == ((0, 0, 0), (0, 0, 0))
