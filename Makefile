@@ -1,19 +1,30 @@
 # make demo   the main job: a server, the sample tasks, 32 concurrent episodes, a table
 # make test   style, types, layering and the whole test suite
-# Both set up .venv themselves; a second run is fast.
+# make hosts  the isolation and concurrency suites on imitations of other pool nodes; as root, with debootstrap
+# All set up .venv themselves; a second run is fast.
 PYTHON ?= python3
 # A strict editable install links file by file: a new or renamed module needs a new install.
 STAMP := .venv/installed-$(shell (cat pyproject.toml constraints.txt; ls client/*.py server/*.py isolation/*.py) | cksum | cut -d' ' -f1)
 
-.PHONY: demo test lint clean
+.PHONY: demo test hosts lint clean
 demo: $(STAMP)
 	.venv/bin/python tests/demo.py
 
-# The isolation tests count every process and descriptor of theirs, so nothing runs beside them. The others look only at
-# what is below servers of their own, and wait more than they compute: three workers keep two cores busy.
+# The isolation tests are file by file in one worker: tests of one file look at the same folders of the host, and at
+# every process and descriptor of their worker. The others look only at what is below servers of their own, and wait
+# more than they compute: three workers keep two cores busy.
+ISOLATION := tests/isolation --numprocesses 2 --dist loadfile
 test: lint
-	.venv/bin/python -m pytest tests/isolation
-	.venv/bin/python -m pytest --ignore=tests/isolation --numprocesses 3 --dist worksteal
+	.venv/bin/python -m pytest $(ISOLATION)
+	.venv/bin/python -m pytest --ignore=tests/isolation --ignore=tests/hosts --numprocesses 3 --dist worksteal
+
+hosts: $(STAMP)
+	.venv/bin/python -m pytest tests/hosts
+	set -e; for node in nobody enroot-ext4 enroot-overlay no-userns; do \
+	    for suite in "$(ISOLATION)" "tests/concurrency --numprocesses 2 --dist worksteal"; do \
+	        .venv/bin/python tests/on_host.py $$node -- .venv/bin/python -m pytest $$suite -p no:cacheprovider; \
+	    done; \
+	done
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

@@ -241,8 +241,8 @@ def _in_a_child(server: str) -> Callable[[], None]:
 @where_cgroups_are_ours
 def test_a_dead_servers_leaves_are_swept_and_a_live_neighbours_are_not() -> None:
     end_alive, end_dead = _in_a_child(_NAME + "alive"), _in_a_child(_NAME + "dead")
-    end_dead()
     assert len(_folders()) == 8
+    end_dead()
     with contextlib.closing(_found(_NAME)):
         assert {path.name for path in _folders()} == {_NAME, _NAME + "alive"}
         assert all((path / "quiet").exists() for path in _folders() if path.name.endswith("alive"))
