@@ -19,7 +19,7 @@ from tbench2_env.isolation.warden import exceeded_text
 
 from .child import stat_fields
 from .conftest import StartRig
-from .rig import Rig, children, count_descriptors, until
+from .rig import RUNGS_HERE, Rig, children, count_descriptors, until
 from .scene import python
 
 _MIB = 1 << 20
@@ -239,7 +239,8 @@ async def test_a_fork_bomb_within_its_cap_is_reported(rig: Rig, warden: Warden) 
     ],
 )
 async def test_a_bomb_that_nothing_caps_is_killed(start_rig: StartRig, bomb: str) -> None:
-    rig = await start_rig(rung="2")
+    uncapped = [rung for rung in RUNGS_HERE if not rung.caps_processes]
+    rig = await start_rig(rung=(uncapped or RUNGS_HERE)[0].name)
     warden = Warden(rig)
     sandbox = await rig.create()
     warden.add(sandbox, kills=True, processes_max=256)
