@@ -70,7 +70,8 @@ def without(programs: tuple[str, ...]) -> tuple[str, ...]:
 @contextlib.asynccontextmanager
 async def episode(server: Server, task: str) -> AsyncIterator[tuple[Tbench2Env, dict[str, Any]]]:
     async with server.client() as env:
-        yield env, (await env.reset(task_id=task)).observation.info
+        info = (await env.reset(task_id=task)).observation.info
+        yield env, info | {"unmet": [need for need in info["unmet"] if not need.startswith("base image ")]}
 
 
 async def output(env: Tbench2Env, command: str) -> str:
@@ -121,11 +122,8 @@ async def test_out_and_not_to_the_host(
             urls = [f"http://{host}:{port}{path}" for host in addresses for port, path in services.items()]
             urls += [f"http://[{HOST_V6[0]}]:{port}{path}" for port, path in services.items()]
             for option in ("--noproxy '*'", "--noproxy ''"):
-                fetches = "".join(f"curl -fsSm 1 {option} {url} && echo REACHED {url} &\n" for url in urls)
-                said = await output(env, fetches + "wait; echo end")
-                assert said.endswith("end\n")
-                assert "REACHED" not in said
-                assert said.count("curl: (") == len(urls), said
+                tries = [f"{{ curl -fsm 1 -o /dev/null {option} {url} && echo {url} || echo no; }} &" for url in urls]
+                assert (await output(env, "\n".join([*tries, "wait"]))).split() == ["no"] * len(urls)
     finally:
         service.kill()
         service.wait()

@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from support.server import Server, command_line, eventually, processes
+from support.server import PROXY, Server, command_line, eventually, processes
 
 
 def running(server: Server, text: str) -> list[int]:
@@ -14,8 +14,8 @@ def running(server: Server, text: str) -> list[int]:
 
 
 def spawner(server: Server) -> int:
-    """The helper that makes sandboxes: the server's only child."""
-    (pid,) = children(server.pid)
+    """The helper that makes sandboxes: the server's only child but for the egress proxy."""
+    (pid,) = [pid for pid in children(server.pid) if PROXY not in command_line(pid)]
     return pid
 
 
