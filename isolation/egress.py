@@ -215,7 +215,11 @@ class ProcessPlug:
 
 
 class _PerProcess:
-    """What slirp4netns and pasta share. `argv` gets the process id of the episode's PID 1; 3 is the ready pipe."""
+    """What slirp4netns and pasta share. `argv` gets the process id of the episode's PID 1.
+
+    Of the program's descriptors, 3 is the ready pipe and 4 the episode's network namespace: pasta gives up the right
+    to open that, which takes CAP_SYS_PTRACE, as forks of the spawner are not dumpable.
+    """
 
     name: str
 
@@ -247,7 +251,7 @@ class _PerProcess:
         try:
             child = os.fork()
             if child == 0:
-                _become_helper(self.program, self.argv(pid), ready_inside, log)
+                _become_helper(self.program, self.argv(pid), (log, ready_inside), pid)
             os.close(ready_inside)
             plug = ProcessPlug(child, self.unreachable)
             if not (select.select([ready], [], [], _READY_S)[0] and os.read(ready, 16)):
@@ -268,15 +272,16 @@ def _read_log(log: int) -> str:
     return os.pread(log, 4096, 0).decode(errors="replace").strip().replace("\n", "; ") or "it gave no reason"
 
 
-def _become_helper(program: str, argv: list[str], ready: int, log: int) -> NoReturn:
-    """In a fork: exec the program with the ready pipe as 3 and nothing else of ours."""
+def _become_helper(program: str, argv: list[str], log_and_ready: tuple[int, int], of_pid: int) -> NoReturn:
+    """In a fork: exec the program with the descriptors that `_PerProcess` tells of, and nothing else of ours."""
     try:
         sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         # pasta refuses to start where SIGPIPE is ignored, as Python has it.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (null, null, log, ready)]
+        network = os.open(f"/proc/{of_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (null, null, *log_and_ready, network)]
         for number, fd in enumerate(parked):
             os.dup2(fd, number)
         os.closerange(len(parked), os.sysconf("SC_OPEN_MAX"))
@@ -309,7 +314,7 @@ class Pasta(_PerProcess):
         closed = ["-t", "none", "-u", "none", "-T", "none", "-U", "none", "--no-map-gw"]
         # Not the host's own address and gateway, which it would copy.
         addresses = ["-4", "-a", "10.0.2.100", "-n", "24", "-g", "10.0.2.2", "-I", DEVICE, "--config-net", "--no-dhcp"]
-        process = ["-f", "-e", "--runas", "0:0", "-P", "/proc/self/fd/3", "--netns", f"/proc/{pid}/ns/net"]
+        process = ["-f", "-e", "--runas", "0:0", "-P", "/proc/self/fd/3", "--netns", "/proc/self/fd/4"]
         return [self.name, *closed, *addresses, *process]
 
 

@@ -73,7 +73,7 @@ for path in sys.argv[1:]:
 #: Of the episode's own network, IPC, user and PID namespaces.
 OWN_SYSCTLS = (
     *("/proc/sys/net/", "/proc/sys/fs/mqueue/", "/proc/sys/user/", "/proc/sys/kernel/ns_last_pid"),
-    *(f"/proc/sys/kernel/{name}" for name in ("auto_msgmni", "msg", "sem", "shm")),
+    *(f"/proc/sys/kernel/{name}" for name in ("auto_msgmni", "msg", "sem", "shm", "pid_max")),
 )
 
 
