@@ -1,5 +1,6 @@
 """What one episode may use: task.toml's needs as limits, with floors, and what is said where a limit was met."""
 
+import os
 import re
 
 from tbench2_env.isolation.spec import Host, Limits
@@ -7,7 +8,7 @@ from tbench2_env.server.taskconfig import EnvironmentTable, TaskError
 
 #: Processes and threads of one episode: enough for a wide build, too few for a fork bomb to hurt. On two cores, a
 #: neighbour's command took 0.7 s beside a bomb of 1,024, and 5 to 10 s beside one of 4,096, with and without cgroups.
-PROCESSES_MAX = 1024
+PROCESSES_MAX = max(1024, 32 * (os.cpu_count() or 1))
 _MIB = 1 << 20
 #: Less than this no task can mean: a shell, an interpreter and a test run need it.
 _MEMORY_FLOOR_BYTES, _STORAGE_FLOOR_BYTES, _CPUS_FLOOR = 256 * _MIB, 256 * _MIB, 0.5
