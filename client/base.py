@@ -78,9 +78,13 @@ class BaseTbench2Env(ABC):
         action = Tbench2Action(action_type="write_file", file_path=file_path, content=content)
         return (await self.step(action)).observation
 
-    async def evaluate(self) -> StepResult[Tbench2Observation]:
-        """Run the task's tests. `reward` None means no verdict, for the reason in `observation.error`."""
-        return await self.step(Tbench2Action(action_type="evaluate"))
+    async def evaluate(self, *, keep: bool = False) -> StepResult[Tbench2Observation]:
+        """Run the task's tests. `reward` None means no verdict, for the reason in `observation.error`.
+
+        Args:
+            keep: the episode goes on, this is an intermediate reward: `done` is then false.
+        """
+        return await self.step(Tbench2Action(action_type="evaluate", metadata={"keep": True} if keep else {}))
 
     def sync(self) -> "SyncTbench2Env":
         """The same client with blocking methods: `with env.sync() as env:`."""

@@ -25,7 +25,7 @@ class Tbench2Action(BaseModel):
     wait_seconds: float | None = Field(default=None, description="wait: how long, in seconds")
     file_path: str = Field(default="", description="write_file: path inside the sandbox")
     content: str = Field(default="", description="write_file: the file's text")
-    metadata: dict[str, Any] = Field(default_factory=dict, description="free for the caller")
+    metadata: dict[str, Any] = Field(default_factory=dict, description="evaluate: keep=true; free otherwise")
 
 
 class Tbench2Observation(BaseModel):

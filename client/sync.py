@@ -48,8 +48,8 @@ class SyncTbench2Env:
     def write_file(self, file_path: str, content: str) -> Tbench2Observation:
         return self._run(self._env.write_file(file_path, content))
 
-    def evaluate(self) -> StepResult[Tbench2Observation]:
-        return self._run(self._env.evaluate())
+    def evaluate(self, *, keep: bool = False) -> StepResult[Tbench2Observation]:
+        return self._run(self._env.evaluate(keep=keep))
 
     def state(self) -> Tbench2State:
         return self._run(self._env.state())

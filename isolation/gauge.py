@@ -37,6 +37,17 @@ class Gauge:
         except OSError:
             return []
 
+    def names(self, most: int) -> list[str]:
+        """Names of processes other than PID 1, the first `most` of them by number; zombies are none."""
+        names: list[str] = []
+        for pid in sorted(self.pids(), key=int):
+            name, _, fields = self._read(f"{pid}/stat").partition("(")[2].rpartition(")")
+            if fields and fields.split()[0] not in "ZX":
+                names.append(name)
+            if len(names) == most:
+                break
+        return names
+
     def tasks(self, pids: Iterable[str]) -> int:
         """How many processes and threads: what the kernel counts for RLIMIT_NPROC and pids.max, PID 1 included."""
         count = 1

@@ -140,6 +140,16 @@ class Sandbox:
         hits, self._hits = self._hits, {}
         return hits
 
+    async def process_names(self) -> list[str]:
+        """Names of the agent's live processes, the first 64 (proc_pid_comm(5); chosen by the agent).
+
+        Raises: SandboxError.
+        """
+        self._check_alive()
+        message, _ = await self._spawner._ask({"op": "names", "name": self.spec.name})
+        names: list[str] = message["names"]
+        return names
+
     async def usage(self) -> Usage:
         """Raises: SandboxError."""
         message, _ = await self._spawner._ask({"op": "usage", "name": self.spec.name})

@@ -4,7 +4,8 @@ Three processes and three channels. The *server* (asyncio, many threads, may not
 create and destroy sandboxes and to run verifiers; it asks the *launcher*, a landlocked fork of the spawner, to run the
 agents' commands; the spawner hands the launcher each new episode's descriptors before it answers the server.
 
-    server -> spawner    {"id", "op": "create" | "check" | "destroy" | "verify"} -> {"id", "ok"} or {"id", "error"}
+    server -> spawner    {"id", "op": "create" | "check" | "destroy" | "verify" | "names" | "usage"}
+                         -> {"id", "ok"} or {"id", "error"}
     server -> launcher   {"id", "op": "exec"}; to both {"op": "kill"}
     events to the server {"event": "exit" | "failed", "id", ...}, {"event": "died", "name"}
 
@@ -36,12 +37,14 @@ from tbench2_env.isolation import (
 from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, receive_descriptors
+from tbench2_env.isolation.gauge import Gauge
 from tbench2_env.isolation.provisions import Provision, Provisions, take_place
 from tbench2_env.isolation.reactor import End, Reactor
 from tbench2_env.isolation.spec import CommandSpec, Cover, Network, SandboxSpec, encode
 
 #: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
 _LAST_CLEANING_S = 3
+_NAMES_MAX = 64
 #: Seconds to wait for killed episodes at the end; a process stuck in the kernel dies later.
 _LAST_REAPING_S = 2.0
 
@@ -324,6 +327,13 @@ class Spawner:
             raise ValueError(f"the sandbox is dead: {episode.reason}")
         leaf = episode.provision.leaf
         self.server.send({"id": message["id"], "ok": True, "hits": {} if leaf is None else leaf.hits()})
+
+    def _names(self, message: dict[str, Any], fds: list[int]) -> None:
+        gauge = Gauge(self._episode(message["name"]).proc)
+        try:
+            self.server.send({"id": message["id"], "ok": True, "names": gauge.names(_NAMES_MAX)})
+        finally:
+            gauge.close()
 
     def _kill_init(self, episode: Episode) -> None:
         """Killing PID 1 kills all of its namespace. The launcher's descriptors would keep the namespaces alive."""

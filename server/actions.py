@@ -57,7 +57,9 @@ class WriteFile:
 
 @dataclass(frozen=True)
 class Evaluate:
-    pass
+    """`keep`: the client will go on, so the answer is not done."""
+
+    keep: bool
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def parse(action: Tbench2Action) -> Action:
         case "write_file":
             return WriteFile(_path(action), action.content)
         case "evaluate":
-            return Evaluate()
+            return Evaluate(_keep(action))
         case "close":
             return Close()
     raise BadAction(
@@ -112,6 +114,13 @@ def _seconds(action: Tbench2Action) -> float:
     if not 0 <= seconds <= WAIT_MAX_S:
         raise BadAction(f"wait_seconds is {seconds}: give a number from 0 to {WAIT_MAX_S:g}")
     return seconds
+
+
+def _keep(action: Tbench2Action) -> bool:
+    keep = action.metadata.get("keep", False)
+    if not isinstance(keep, bool):
+        raise BadAction(f"metadata.keep is {repr(keep)[:80]}: give true or false")
+    return keep
 
 
 def _path(action: Tbench2Action) -> str:

@@ -7,6 +7,7 @@ import datetime
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -33,6 +34,7 @@ from tbench2_env.server.verifier import NoVerdict, Reason, Verdict
 log = structlog.get_logger()
 
 _KILLED = 128 + signal.SIGKILL
+_BY_CLIENT = (End.CLOSED, End.REPLACED, End.DELETED, End.DISCONNECTED)
 
 
 class Episode:
@@ -53,6 +55,7 @@ class Episode:
         self._timers: dict[End, asyncio.TimerHandle] = {}
         self._outcome: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
+        self._evaluating = False
         self._ended: EpisodeEnded | None = None
         self._discarded: asyncio.Task[None] | None = None
         self._slot: Slot | None = None
@@ -142,6 +145,10 @@ class Episode:
         return self._turn.locked()
 
     @property
+    def run_folder(self) -> Path:
+        return self._run.folder
+
+    @property
     def reward(self) -> float | None:
         """The reward of the last evaluation."""
         return self._outcome.get("reward")
@@ -198,7 +205,10 @@ class Episode:
 
     def ended_observation(self, action: Tbench2Action) -> Tbench2Observation:
         """The answer to an action on an episode that is over, for protocols that answer every action alike."""
-        info = self._no_verdict_of_the_dead(action)
+        info = {}
+        if action.action_type == "evaluate":
+            self._services.metrics.verdicts.labels(Reason.SANDBOX_DEAD).inc()
+            info["no_verdict"] = Reason.SANDBOX_DEAD
         return self._observe(
             success=False, error=str(self._ended), done=True, info=info,
             action_type=action.action_type, session_id=action.session_id,
@@ -221,15 +231,8 @@ class Episode:
     def _failed(self, action: Tbench2Action, error: SandboxError) -> Tbench2Observation:
         """Our fault, or the episode's end: never a verdict."""
         dead = self._ended is not None or self._sandbox.died.done()
-        info = self._no_verdict_of_the_dead(action)
+        info = {"no_verdict": self._outcome["no_verdict"]} if action.action_type == "evaluate" else {}
         return self._observe(success=False, error=str(self._ended or error), done=dead, info=info)
-
-    def _no_verdict_of_the_dead(self, action: Tbench2Action) -> dict[str, Any]:
-        """`info` of an answer that is an error: an evaluation counts, as one without a verdict."""
-        if action.action_type != "evaluate":
-            return {}
-        self._services.metrics.verdicts.labels(Reason.SANDBOX_DEAD).inc()
-        return {"no_verdict": Reason.SANDBOX_DEAD}
 
     async def _dispatch(self, action: actions.Action, timeout_s: float | None) -> Tbench2Observation:
         match action:
@@ -248,8 +251,8 @@ class Episode:
                 return self._observe(output=f"Killed session {name}")
             case actions.WriteFile(path, content):
                 return await self._write_file(path, content)
-            case actions.Evaluate():
-                return await self._evaluate()
+            case actions.Evaluate(keep):
+                return await self._evaluate(keep)
             case actions.Close():
                 await self.discard(End.CLOSED)
                 return self._observe(output="Closed TB2 environment.", done=True)
@@ -298,34 +301,50 @@ class Episode:
             return self._observe(success=False, error=f"file_path {path}: cannot be written: {why}")
         return self._observe(output=f"Wrote content to {path}")
 
-    async def _evaluate(self) -> Tbench2Observation:
+    async def _evaluate(self, keep: bool) -> Tbench2Observation:
+        self._evaluating = True
         try:
             with self._services.metrics.timed("evaluate"):
-                async with self._watch.evaluation() as covers:
-                    grade = verifier.Grade(self._sandbox, self._snapshot, self._env, covers)
-                    verdict = await verifier.verify(grade, self._runner, self._run.verifier_folder)
+                return await self._verify(keep)
+        except asyncio.CancelledError:
+            self._give_up(Reason.CANCELLED, "it was cancelled before its end")
+            raise
+        except SandboxError as error:
+            self._give_up(Reason.SANDBOX_DEAD, str(self._ended or error))
+            raise
+        finally:
+            self._evaluating = False
+
+    async def _verify(self, keep: bool) -> Tbench2Observation:
+        try:
+            async with self._watch.evaluation() as covers:
+                grade = verifier.Grade(self._sandbox, self._snapshot, self._env, covers)
+                verdict = await verifier.verify(grade, self._runner, self._run.verifier_folder)
             await self._check_alive()
             self._usage = dataclasses.asdict(await self._sandbox.usage())
+            await self._check_alive(0)
         except NoVerdict as none:
             await self._check_alive()
             return self._without_verdict(none)
-        return self._with_verdict(verdict)
+        return self._with_verdict(verdict, done=not keep)
 
     def _without_verdict(self, none: NoVerdict) -> Tbench2Observation:
         self._services.metrics.verdicts.labels(none.reason).inc()
-        info = {"no_verdict": none.reason, **self._watch.info()}
-        self._outcome = {"reward": None, "error": str(none), **info}
-        return self._observe(output=none.output, success=False, error=str(none), info=info)
+        info: dict[str, Any] = {"no_verdict": none.reason, **self._watch.info()}
+        if none.evidence is not None:
+            info |= none.evidence.describe()
+        return self._conclude(self._observe(output=none.output, success=False, error=str(none), info=info))
 
-    def _with_verdict(self, verdict: Verdict) -> Tbench2Observation:
+    def _with_verdict(self, verdict: Verdict, *, done: bool) -> Tbench2Observation:
         outcome = {1.0: "reward_1", 0.0: "reward_0"}.get(verdict.reward, "reward_other")
         self._services.metrics.verdicts.labels(outcome).inc()
         info: dict[str, Any] = {
             "tests_passed": verdict.reward == 1.0,
-            "exit_code": verdict.exit_code,
-            "seconds": round(verdict.seconds, 6),
+            "exit_code": verdict.evidence.exit_code,
+            "seconds": round(verdict.evidence.seconds, 6),
             "usage": self._usage,
             **self._watch.info(),
+            **verdict.evidence.describe(),
         }
         if hits := self._sandbox.take_hits():
             info["limits_hit"] = hits
@@ -333,8 +352,24 @@ class Episode:
             info["harness"] = verdict.harness
         if verdict.rewards:
             info["rewards"] = verdict.rewards
-        self._outcome = {"reward": verdict.reward, "evaluation": info}
-        return self._observe(output=verdict.output, reward=verdict.reward, done=True, info=info)
+        return self._conclude(self._observe(output=verdict.output, reward=verdict.reward, done=done, info=info))
+
+    def _give_up(self, reason: Reason, message: str) -> None:
+        """An evaluation under way comes to nothing, whatever it still answers."""
+        if self._evaluating:
+            self._evaluating = False
+            self._run.forget_evidence()
+            self._without_verdict(NoVerdict(reason, f"no verdict: {message}"))
+
+    def _conclude(self, evaluation: Tbench2Observation) -> Tbench2Observation:
+        """Record an evaluation's answer as the last one."""
+        self._outcome = {"reward": evaluation.reward, "evaluation": evaluation.info}
+        if evaluation.error:
+            self._outcome |= {"no_verdict": evaluation.info["no_verdict"], "error": evaluation.error}
+        shown = {key: getattr(evaluation, key) for key in ("reward", "done", "output", "error", "info")}
+        whose = {"episode_id": self.episode_id, "task_id": self.task_id, "evaluated": _iso(time.time())}
+        self._run.write_verdict({**whose, **shown})
+        return evaluation
 
     async def _check_alive(self, exit_code: int = _KILLED) -> None:
         """A command that ended because its whole sandbox did is not the command's own doing.
@@ -444,6 +479,7 @@ class Episode:
             if self._slot is not None:
                 self._slot.leave()
             self._ended = EpisodeEnded(end, message or f"the episode is over ({end})")
+            self._give_up(Reason.CANCELLED if end in _BY_CLIENT else Reason.SANDBOX_DEAD, str(self._ended))
             self._discarded = self._services.loop.create_task(self._discard(self._ended))
         await asyncio.shield(self._discarded)
 
@@ -462,8 +498,8 @@ class Episode:
             self._slot.release()
         self._services.metrics.ends.labels(ended.end).inc()
         summary = Ended(self.episode_id, self.task_id, ended.end, str(ended), self.reward, self.begun)
-        self._services.registry.remove(self, summary)
         self._run.write_result(self._result(ended))
+        self._services.registry.remove(self, summary)
         await asyncio.to_thread(self._services.runs.end, self._run)
         self._log.info("episode ended", end=ended.end, reward=self.reward)
 

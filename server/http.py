@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
-from tbench2_env.server import diff, files, problems
+from tbench2_env.server import diff, files, http_verdicts, problems
 from tbench2_env.server.ending import End, EpisodeBusy, EpisodeEnded
 from tbench2_env.server.episode import Episode
 from tbench2_env.server.mcp import answer_json_rpc
@@ -24,6 +24,7 @@ from tbench2_env.server.wire import (
     CreateRequest,
     EpisodeCreated,
     EpisodeDiff,
+    EpisodeId,
     EpisodeInfo,
     EpisodePage,
     EvaluateAnswer,
@@ -41,8 +42,8 @@ VERSION = "0.1.0"
 _OPERATIONS_MAX = 64
 
 T = TypeVar("T")
-EpisodeId = Annotated[str, Path(min_length=1, max_length=255)]
 Wait = Annotated[int, Query(ge=0, le=1, description="0: answer 202 at once, with a handle to ask for the result")]
+Keep = Annotated[int, Query(ge=0, le=1, description="1: an intermediate reward, the answer's done is false")]
 FilePath = Annotated[str, Query(min_length=1, max_length=4096, description="Absolute, or relative to the workdir")]
 
 
@@ -60,6 +61,7 @@ def add_routes(app: FastAPI, services: Services) -> None:
     _add_actions(app, services)
     _add_files(app, services)
     _add_diff(app, services)
+    http_verdicts.add_routes(app, services)
     problems.document(app)
 
 
@@ -196,12 +198,13 @@ def _add_actions(app: FastAPI, services: Services) -> None:
         "/episodes/{episode_id}/evaluate", tags=["Episodes"], response_model=EvaluateAnswer,
         responses=responses(404, 409, 422, 503) | started,
     )  # fmt: skip
-    async def evaluate(request: Request, episode_id: EpisodeId, wait: Wait = 1) -> Any:
-        """Run the task's verifier."""
+    async def evaluate(request: Request, episode_id: EpisodeId, wait: Wait = 1, keep: Keep = 0) -> Any:
+        """Run the task's verifier. The episode can be used, and evaluated again, afterwards."""
         episode = _live(services, episode_id)
 
         async def work() -> EvaluateAnswer:
-            observation = await episode.step(Tbench2Action(action_type="evaluate"), queue=False)
+            action = Tbench2Action(action_type="evaluate", metadata={"keep": keep == 1})
+            observation = await episode.step(action, queue=False)
             episode.check_live()
             return _evaluate_answer(observation)
 

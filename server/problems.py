@@ -16,7 +16,7 @@ from tbench2_env.server.diff import NotChanged
 from tbench2_env.server.ending import EpisodeBusy, EpisodeEnded
 from tbench2_env.server.mcp import JsonRpcRequest
 from tbench2_env.server.pool import CapacityReached
-from tbench2_env.server.registry import UnknownEpisode
+from tbench2_env.server.registry import NotKept, UnknownEpisode
 from tbench2_env.server.services import Services
 from tbench2_env.server.session import BadRequest
 from tbench2_env.server.taskconfig import TaskError
@@ -54,6 +54,7 @@ class Problem(BaseModel):
 #: Exception -> status and code. The first class that matches decides.
 _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (UnknownEpisode, 404, "UNKNOWN_EPISODE"),
+    (NotKept, 404, "NOT_KEPT"),
     (UnknownTask, 404, "UNKNOWN_TASK"),
     (NotChanged, 404, "NOT_CHANGED"),
     (EpisodeEnded, 409, "EPISODE_ENDED"),

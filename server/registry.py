@@ -20,6 +20,10 @@ class UnknownEpisode(Exception):
     """No episode of this server has, or lately had, this id."""
 
 
+class NotKept(Exception):
+    """There is such an episode, but not, or no longer, what was asked for of it."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """What is left of an episode in memory."""

@@ -1,21 +1,25 @@
 """Results on disk: one folder per episode under TB2_OUTPUT_DIR, on the server's side only.
 
 <task>.<episode>/commands.jsonl   one line per action: what, when, how long, exit code, head of the output
-<task>.<episode>/verifier/        test-stdout.txt, the reward file, ctrf.json
-<task>.<episode>/result.json      the outcome
+<task>.<episode>/verifier/        test-stdout.txt, the reward file, ctrf.json of the last evaluation
+<task>.<episode>/verdict.json     what the last evaluation answered
+<task>.<episode>/result.json      the outcome, once the episode has ended
 """
 
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+from tbench2_env.server import evidence
+
 #: Characters of a command and of its output that commands.jsonl keeps.
 _HEAD = 2000
-_COMMANDS = "commands.jsonl"
+_COMMANDS, _RESULT, VERDICT = "commands.jsonl", "result.json", "verdict.json"
 
 
 class Run:
@@ -23,7 +27,7 @@ class Run:
 
     def __init__(self, folder: Path, episode_id: str) -> None:
         self.folder, self.episode_id = folder, episode_id
-        self.verifier_folder = folder / "verifier"
+        self.verifier_folder = folder / evidence.FOLDER
 
     def record(self, entry: dict[str, Any]) -> None:
         """Append one action. Texts are shortened. A full disk loses the line, not the episode."""
@@ -31,11 +35,23 @@ class Run:
         with contextlib.suppress(OSError), (self.folder / _COMMANDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(short) + "\n")
 
+    def write_verdict(self, verdict: dict[str, Any]) -> None:
+        _write(self.folder / VERDICT, verdict)
+
+    def forget_evidence(self) -> None:
+        """An evaluation without any must not show that of the one before."""
+        evidence.forget(self.verifier_folder)
+
     def write_result(self, result: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):
-            fresh = self.folder / "result.json.new"
-            fresh.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            fresh.rename(self.folder / "result.json")
+        _write(self.folder / _RESULT, result)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file as a whole; a full disk leaves the old one."""
+    with contextlib.suppress(OSError):
+        fresh = path.with_name(f"{path.name}.new")
+        fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        fresh.rename(path)
 
 
 class Runs:
@@ -65,6 +81,17 @@ class Runs:
             self._live.discard(run.folder)
             for folder in self._ended()[: -self._keep or None]:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def find(self, episode_id: str) -> Path | None:
+        """The folder of the last ended episode with this id, also of one before this server's start. Blocks."""
+        name = re.compile(rf".*\.{re.escape(episode_id)}(\.\d+)?", re.DOTALL)
+        for folder in reversed(self._ended()):
+            if name.fullmatch(folder.name):
+                # Task ids and episode ids may both have dots.
+                with contextlib.suppress(OSError, ValueError):
+                    if json.loads((folder / _RESULT).read_bytes())["episode_id"] == episode_id:
+                        return folder
+        return None
 
     def _ended(self) -> list[Path]:
         """Oldest first. Only what this module made counts: the output folder also holds the cache."""

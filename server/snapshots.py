@@ -17,6 +17,7 @@ import git
 
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Rung
 from tbench2_env.server import dockerfile, layer, limits, sources, taskconfig
+from tbench2_env.server.harness import TEXT_MAX_BYTES, Script
 from tbench2_env.server.taskconfig import TaskConfig, TaskError
 from tbench2_env.server.tasks import Task
 
@@ -36,7 +37,8 @@ class Snapshot:
     env: dict[str, str] = field(hash=False)
     unmet: tuple[str, ...] = ()
     has_tests: bool = False
-    has_test_script: bool = False
+    #: tests/test.sh, if there is one.
+    test_script: Script | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Snapshots:
         return Snapshot(
             name, digest, commit, _text(files / "instruction.md"), config, plan.workdir or "/",
             {**plan.env, **config.environment.env}, (*plan.unmet, *config.unmet()),
-            has_tests=tests.is_dir(), has_test_script=(tests / "test.sh").is_file(),
+            has_tests=tests.is_dir(), test_script=_script(tests / "test.sh"),
         )  # fmt: skip
 
     def _plan(self, task: Task, files: Path, config: TaskConfig) -> dockerfile.BuildPlan:
@@ -161,6 +163,13 @@ def _private_folders() -> list[tuple[str, int]]:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _script(path: Path) -> Script | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return Script(file.read(TEXT_MAX_BYTES).decode(errors="replace"))
 
 
 def _digest(files: Path, salt: str) -> str:

@@ -22,6 +22,8 @@ class VerifierTable(_Table):
     timeout_sec: float = Field(DEFAULT_VERIFIER_TIMEOUT_S, gt=0, allow_inf_nan=False)
     env: dict[str, str] = {}
     user: str | int | None = None
+    #: Ours: false says that a 0 counts although nothing shows that the harness ran, see `harness.Script`.
+    ctrf_required: bool = True
 
 
 class AgentTable(_Table):

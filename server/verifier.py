@@ -1,21 +1,19 @@
 """The verifier: runs the task's harness out of the agent's reach and reads its verdict from the server's side."""
 
-import contextlib
-import errno
+import asyncio
 import json
 import math
-import os
-import shutil
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import CommandSpec, Cover
+from tbench2_env.server import evidence
+from tbench2_env.server.evidence import Evidence, open_regular
 from tbench2_env.server.shell import BASH, Result, Runner
 from tbench2_env.server.snapshots import Snapshot
 
@@ -23,31 +21,29 @@ HARNESS = "tests/test.sh"
 #: Characters of the harness's output that the client gets.
 OUTPUT_TAIL = 20_000
 REWARD_FILE_MAX_BYTES = 64 << 10
-#: Bytes of each of the verifier's files that are kept among the results.
-_KEPT_FILE_MAX_BYTES = 16 << 20
-_KEPT_FILES = ("reward.txt", "reward.json", "ctrf.json")
 _PYTEST = ("/usr/bin/env", ("env", "python3", "-m", "pytest", "-q", "/tests", "-rA", "-p", "no:cacheprovider"))
 _PYTEST_PASSED, _PYTEST_FAILED = 0, 1
 
 
 class Reason(StrEnum):
-    """Why there is no verdict."""
+    """Why there is no verdict: a closed set, used in answers, results and metrics alike."""
 
     TESTS_MISSING = "tests_missing"
     REWARD_MISSING = "reward_missing"
     REWARD_INVALID = "reward_invalid"
     VERIFIER_TIMEOUT = "verifier_timeout"
-    HARNESS_BROKEN = "harness_broken"
     SANDBOX_DEAD = "sandbox_dead"
+    HARNESS_BROKEN = "harness_broken"
     TAMPERED = "tampered"
+    CANCELLED = "cancelled"
 
 
 class NoVerdict(Exception):
     """There is no reward, which is never the same as a reward of 0."""
 
-    def __init__(self, reason: Reason, message: str, output: str = "") -> None:
+    def __init__(self, reason: Reason, message: str, output: str = "", evidence: Evidence | None = None) -> None:
         super().__init__(message)
-        self.reason, self.output = reason, output
+        self.reason, self.output, self.evidence = reason, output, evidence
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,7 @@ class Verdict:
 
     reward: float
     output: str
-    exit_code: int
-    seconds: float
+    evidence: Evidence
     harness: str | None
     rewards: dict[str, float] = field(default_factory=dict)
 
@@ -80,25 +75,53 @@ async def verify(grade: Grade, runner: Runner, results: Path) -> Verdict:
     sandbox, snapshot = grade.sandbox, grade.snapshot
     if not snapshot.has_tests:
         raise NoVerdict(Reason.TESTS_MISSING, "no verdict: the task has no tests/ folder")
-    timeout_s = snapshot.config.verifier.timeout_sec
     command = _command(snapshot, grade.env)
-    result = await runner.run(lambda fds: sandbox.start_verifier(command, fds, snapshot.name, grade.covers), timeout_s)
-    _keep(sandbox.verifier_folder, result, results)
+    alive = await sandbox.process_names()
+    result = await runner.run(
+        lambda fds: sandbox.start_verifier(command, fds, snapshot.name, grade.covers),
+        snapshot.config.verifier.timeout_sec,
+    )
+    evidence = await _collect(sandbox, snapshot, result, alive, results)
     tail = result.output[-OUTPUT_TAIL:]
-    if result.timed_out:
-        raise NoVerdict(Reason.VERIFIER_TIMEOUT, f"no verdict: the verifier timed out after {timeout_s:g} s", tail)
-    if not snapshot.has_test_script:
-        return Verdict(_pytest_reward(result), tail, result.exit_code, result.seconds, None)
     try:
-        reward, rewards = read_reward(sandbox.verifier_folder)
-    except NoVerdict as error:
-        raise NoVerdict(error.reason, f"{error} (test.sh ended with exit code {result.exit_code})", tail) from None
-    return Verdict(reward, tail, result.exit_code, result.seconds, HARNESS, rewards)
+        reward, rewards = _reward(sandbox, snapshot, result, evidence)
+    except NoVerdict as none:
+        raise NoVerdict(none.reason, str(none), tail, evidence) from None
+    return Verdict(reward, tail, evidence, HARNESS if snapshot.test_script else None, rewards)
+
+
+async def _collect(sandbox: Sandbox, snapshot: Snapshot, result: Result, alive: list[str], results: Path) -> Evidence:
+    names = snapshot.test_script.ctrf_names if snapshot.test_script else ()
+    collecting = asyncio.ensure_future(
+        asyncio.to_thread(evidence.collect, sandbox.verifier_folder, names, result, alive, results)
+    )
+    try:
+        return await asyncio.shield(collecting)
+    finally:
+        if not collecting.done():  # cancelled: the next verifier must not meet it
+            await asyncio.wait([collecting])
 
 
 def _command(snapshot: Snapshot, env: Mapping[str, str]) -> CommandSpec:
-    path, argv = (BASH, ("bash", "/tests/test.sh")) if snapshot.has_test_script else _PYTEST
+    path, argv = (BASH, ("bash", "/tests/test.sh")) if snapshot.test_script else _PYTEST
     return CommandSpec(path, argv, snapshot.workdir, {**env, **snapshot.config.verifier.env})
+
+
+def _reward(sandbox: Sandbox, snapshot: Snapshot, result: Result, evidence: Evidence) -> tuple[float, dict[str, float]]:
+    """Raises: NoVerdict."""
+    verifier, script = snapshot.config.verifier, snapshot.test_script
+    if result.timed_out:
+        message = f"no verdict: the verifier timed out after {verifier.timeout_sec:g} s"
+        raise NoVerdict(Reason.VERIFIER_TIMEOUT, message)
+    if script is None:
+        return _pytest_reward(result), {}
+    try:
+        reward, rewards = read_reward(sandbox.verifier_folder)
+        if reward == 0 and verifier.ctrf_required and (why := script.why_not_run(result.output, evidence.reports)):
+            raise NoVerdict(Reason.HARNESS_BROKEN, f"no verdict: the harness wrote 0 but did not run: {why}")
+    except NoVerdict as none:
+        raise NoVerdict(none.reason, f"{none} (test.sh ended with exit code {result.exit_code})") from None
+    return reward, rewards
 
 
 def _pytest_reward(result: Result) -> float:
@@ -106,7 +129,7 @@ def _pytest_reward(result: Result) -> float:
     ran = result.exit_code in (_PYTEST_PASSED, _PYTEST_FAILED) and "No module named pytest" not in result.output[-400:]
     if not ran:
         message = f"no verdict: pytest could not run the tests (exit code {result.exit_code})"
-        raise NoVerdict(Reason.HARNESS_BROKEN, message, result.output[-OUTPUT_TAIL:])
+        raise NoVerdict(Reason.HARNESS_BROKEN, message)
     return 1.0 if result.exit_code == _PYTEST_PASSED else 0.0
 
 
@@ -127,29 +150,15 @@ def read_reward(folder: Path) -> tuple[float, dict[str, float]]:
 
 
 def _read_bounded(path: Path) -> str | None:
-    """The text of a regular file of bounded size; None when there is none."""
-    file = _open_regular(path, REWARD_FILE_MAX_BYTES)
+    """The text of a regular file of bounded size; None when there is none. Raises: NoVerdict."""
+    try:
+        file = open_regular(path, REWARD_FILE_MAX_BYTES)
+    except ValueError as error:
+        raise NoVerdict(Reason.REWARD_INVALID, f"no verdict: {error}") from None
     if file is None:
         return None
     with file:
         return file.read(REWARD_FILE_MAX_BYTES).decode("utf-8", errors="replace")
-
-
-def _open_regular(path: Path, max_bytes: int) -> BinaryIO | None:
-    """The file opened, if there is one; nothing is followed or waited for. Raises: NoVerdict naming what is wrong."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        kind = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise NoVerdict(Reason.REWARD_INVALID, f"no verdict: {path.name} is {kind}") from None
-    info = os.fstat(fd)
-    if stat.S_ISREG(info.st_mode) and info.st_size <= max_bytes:
-        return os.fdopen(fd, "rb")
-    os.close(fd)
-    wrong = f"has {info.st_size} bytes, {max_bytes} at most" if stat.S_ISREG(info.st_mode) else "is not a regular file"
-    raise NoVerdict(Reason.REWARD_INVALID, f"no verdict: {path.name} {wrong}")
 
 
 def _parse_json(text: str) -> tuple[float, dict[str, float]]:
@@ -180,16 +189,3 @@ def _finite(value: Any, name: str) -> float:
 def _is_finite_number(value: Any) -> bool:
     # An integer may be finite and yet more than a float holds.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-# ---------------------------------------------------------------- keeping the evidence
-def _keep(folder: Path, result: Result, results: Path) -> None:
-    """Copy what a verifier wrote, as far as it is regular files of sane size, to the episode's results."""
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "test-stdout.txt").write_text(result.output, encoding="utf-8")
-    for name in _KEPT_FILES:
-        with contextlib.suppress(NoVerdict):
-            source = _open_regular(folder / name, _KEPT_FILE_MAX_BYTES)
-            if source is not None:
-                with source, (results / name).open("wb") as target:
-                    shutil.copyfileobj(source, target)

@@ -1,8 +1,9 @@
 """Bodies and answers of the HTTP API, as models, so that they are in the OpenAPI document; OpenEnv's answer shape."""
 
 import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from tbench2_env.isolation.changes import Kind
@@ -12,6 +13,7 @@ from tbench2_env.server.session import ResetRequest
 
 #: Seconds that one command may be given.
 TIMEOUT_MAX_S = 86_400
+EpisodeId = Annotated[str, Path(min_length=1, max_length=255)]
 
 
 class _Body(BaseModel):
@@ -102,6 +104,60 @@ class EvaluateAnswer(BaseModel):
     output: str
     error: str
     info: dict[str, Any]
+
+
+class VerdictAnswer(EvaluateAnswer):
+    """An evaluation's answer, as it was given."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "episode_id": "0123abcd", "task_id": "hello-note", "evaluated": "2026-11-29T22:00:00.000+00:00",
+                    "reward": 0.0, "done": True, "error": "",
+                    "output": "FAILED test_outputs.py::test_note - AssertionError\n1 failed, 1 passed in 0.03s\n",
+                    "info": {
+                        "harness": "tests/test.sh", "tests_passed": False, "exit_code": 0, "seconds": 1.5,
+                        "tests": {
+                            "total": 2, "passed": 1, "failed": 1, "skipped": 0, "truncated": False,
+                            "tests": [
+                                {"name": "test_file", "status": "passed", "duration": 1, "message": ""},
+                                {"name": "test_note", "status": "failed", "duration": 2, "message": "AssertionError"},
+                            ],
+                        },
+                        "verifier": {
+                            "exit_code": 0, "seconds": 1.5, "log": "verifier/test-stdout.txt", "alive": ["nginx"],
+                        },
+                    },
+                },
+            ]
+        }
+    )  # fmt: skip
+
+    episode_id: str
+    task_id: str
+    evaluated: datetime.datetime
+
+
+class CtrfReport(BaseModel):
+    """A report in the Common Test Report Format, https://ctrf.io, as a task's harness wrote it."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra={
+            "examples": [
+                {
+                    "results": {
+                        "tool": {"name": "pytest"},
+                        "summary": {"tests": 1, "passed": 1, "failed": 0, "skipped": 0, "pending": 0, "other": 0},
+                        "tests": [{"name": "test_outputs.py::test_note", "status": "passed", "duration": 1}],
+                    }
+                }
+            ]
+        },
+    )
+
+    results: dict[str, Any]
 
 
 class OperationStarted(BaseModel):

@@ -25,7 +25,9 @@ async def test_an_episode_leaves_its_commands_its_evidence_and_its_result(server
         await env.evaluate()
     folder = server.runs / "ok.run-1"
     await finished(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["commands.jsonl", "result.json", "verifier"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "commands.jsonl", "result.json", "verdict.json", "verifier",
+    ]  # fmt: skip
     first, second, third, fourth = map(json.loads, (folder / "commands.jsonl").read_text().splitlines())
     assert first["command"] == "echo ok > out.txt; echo hi; exit 3"
     assert (first["action_type"], first["exit_code"], first["output_head"], first["success"]) == (

@@ -52,7 +52,7 @@ async def test_the_layer_holds_what_the_dockerfile_makes_and_the_tests_apart(
     assert names(folder / "tests") == {"test.sh", "test_outputs.py"}
     assert {path.name for path in folder.iterdir()} == {"root", "tests"}
     assert (snapshot.workdir, snapshot.env) == ("/app", {"A": "1", "B": "3"})
-    assert (snapshot.has_tests, snapshot.has_test_script) == (True, True)
+    assert (snapshot.has_tests, snapshot.test_script is not None) == (True, True)
     assert snapshot.instruction == "Write ok to out.txt (t).\n"
     everything = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert b"ANSWERKEY" not in everything
@@ -90,10 +90,10 @@ async def test_a_change_makes_another_and_the_old_one_stays(snapshots: Snapshots
 
 async def test_tasks_without_tests(snapshots: Snapshots, tmp_path: Path) -> None:
     none = await snapshots.get(Task("none", make_task(tmp_path / "tasks", "none", None)))
-    assert (none.has_tests, none.has_test_script) == (False, False)
+    assert (none.has_tests, none.test_script) == (False, None)
     only = make_task(tmp_path / "tasks", "pytest", None, files={"tests/test_it.py": ""})
     pytest_only = await snapshots.get(Task("pytest", only))
-    assert (pytest_only.has_tests, pytest_only.has_test_script) == (True, False)
+    assert (pytest_only.has_tests, pytest_only.test_script) == (True, None)
 
 
 async def test_who_decides_the_working_directory(ground: Ground, tmp_path: Path) -> None:
