@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import prometheus_client
 import structlog
@@ -12,21 +13,23 @@ import structlog
 from tbench2_env.server.engine import Engines
 from tbench2_env.server.pool import Pool
 
+#: C0, DEL, C1, the Unicode line and paragraph separators, and what reorders text.
+_CONTROLS = (*range(32), *range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_ESCAPED = {code: ascii(chr(code))[1:-1] for code in _CONTROLS}
 _BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600)
 
 
 def configure_logging(log_format: str) -> None:
     """Log to stderr, a line each: for people (`console`) or for machines (`json`); what libraries log, too."""
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
     shared: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if log_format != "json":
+        shared.append(escape_controls)
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
@@ -34,6 +37,18 @@ def configure_logging(log_format: str) -> None:
         cache_logger_on_first_use=True,
     )
     _log_libraries(shared, renderer)
+
+
+def escape_controls(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Leave no line end and no terminal escape in what is logged: names and errors are not ours to choose.
+
+    A traceback keeps its lines, indented, so that none of them looks like an entry.
+    """
+    for key, value in event.items():
+        if isinstance(value, str):
+            lines = value.split("\n") if key == "exception" else [value]
+            event[key] = "\n    ".join(line.translate(_ESCAPED) for line in lines)
+    return event
 
 
 def _log_libraries(shared: list[structlog.typing.Processor], renderer: structlog.typing.Processor) -> None:

@@ -170,7 +170,9 @@ def _parse_json(text: str) -> tuple[float, dict[str, float]]:
         return _finite(data, "reward.json"), {}
     if "reward" not in data:
         raise NoVerdict(Reason.REWARD_INVALID, "no verdict: reward.json has no key reward")
-    others = {key: float(value) for key, value in data.items() if key != "reward" and _is_finite_number(value)}
+    # JSON can name a lone surrogate, which no answer can.
+    named = ((key.encode(errors="replace").decode(), value) for key, value in data.items() if key != "reward")
+    others = {key: float(value) for key, value in named if _is_finite_number(value)}
     return _finite(data["reward"], "reward.json"), others
 
 
