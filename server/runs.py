@@ -88,7 +88,7 @@ class Runs:
         for folder in reversed(self._ended()):
             if name.fullmatch(folder.name):
                 # Task ids and episode ids may both have dots.
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                     if json.loads((folder / _RESULT).read_bytes())["episode_id"] == episode_id:
                         return folder
         return None
