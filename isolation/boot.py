@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from tbench2_env.isolation import bare, laid, launcher, mask, probe, warden
 from tbench2_env.isolation import command as commands
-from tbench2_env.isolation import launcher, mask, probe, warden
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed
 from tbench2_env.isolation.provisions import Provisions
@@ -66,10 +66,14 @@ def _refuse(server: Channel, error: OSError) -> NoReturn:
 def main(arguments: list[str]) -> None:
     """`arguments`: the config as JSON, and the numbers of the sockets to the server for spawner and launcher."""
     config = SpawnerConfig.from_dict(json.loads(arguments[0]))
+    laid.sweep(config.scratch)
     if RUNGS[config.rung].by_folder and arguments[-1] != _ENTERED:
         _start_again_in_own_user_namespace(int(arguments[1]))
     server, launcher_server = _own_socket(arguments[1]), _own_socket(arguments[2])
     _harden()
+    if not RUNGS[config.rung].isolated:
+        _serve_without_isolation(config, server, launcher_server)
+        return
     try:
         ground = probe.choose_ground(config)
     except OSError as error:
@@ -90,6 +94,14 @@ def main(arguments: list[str]) -> None:
     for channel in (launcher_server, warden_end, launcher_end):
         channel.sock.close()
     Spawner(server, Helpers(to_launcher, to_warden, helpers), ground, provisions).run()
+
+
+def _serve_without_isolation(config: SpawnerConfig, server: Channel, commands_server: Channel) -> None:
+    try:
+        helper = bare.prepare(config, server, commands_server)
+    except OSError as error:
+        _refuse(server, error)
+    helper.run()
 
 
 def _fork(not_its_own: Sequence[Channel], become: Callable[[], NoReturn]) -> int:

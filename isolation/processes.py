@@ -12,6 +12,7 @@ from tbench2_env.isolation import syscalls as sc
 #: but a fork bomb.
 _ROUNDS = 20
 _PF_EXITING = 0x4  # linux/sched.h; flags are field 9 of proc_pid_stat(5)
+_THREADS = 17  # num_threads, field 20 there
 _NS_GET_PARENT = 0xB702  # linux/nsfs.h, ioctl_ns(2)
 
 
@@ -59,12 +60,12 @@ def _fork_sibling(pid_namespace: int, answers: int) -> int:
 
 
 def send(proc: int, pid: int, number: int) -> None:
-    """Signal process `pid` of the procfs open at `proc`; a process that is gone is no error.
+    """Signal process `pid` of the procfs open at `proc`; one that is gone or out of our reach is no error.
 
     A descriptor of /proc/PID works as a pidfd (pidfd_send_signal(2)), and names the process whatever the caller's
     own numbering is.
     """
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         fd = os.open(str(pid), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=proc)
         try:
             signal.pidfd_send_signal(fd, number)
@@ -77,16 +78,22 @@ def kill_tree(proc: int, root: int) -> None:
 
     The root is stopped first and killed last: while it lives, orphans of its tree stay in its tree.
     """
-    stopped: set[int] = {root}
     send(proc, root, signal.SIGSTOP)
+    kill_below(proc, root)
+    send(proc, root, signal.SIGKILL)
+
+
+def kill_below(proc: int, root: int) -> None:
+    """Kill everything below process `root`, a subreaper that forks nothing meanwhile."""
+    stopped: set[int] = set()
     for _ in range(_ROUNDS):
-        fresh = _descendants(proc, root) - stopped
+        fresh = descendants(proc, root) - stopped
         for pid in fresh:
             send(proc, pid, signal.SIGSTOP)
         if not fresh:
             break
         stopped |= fresh
-    for pid in [*(stopped - {root}), root]:
+    for pid in stopped:
         send(proc, pid, signal.SIGKILL)
 
 
@@ -184,11 +191,13 @@ def _is_zombie(proc: int, pid: int) -> bool:
     return _stat(proc, pid)[:1] in ([], ["Z"], ["X"])
 
 
-def _descendants(proc: int, root: int) -> set[int]:
+def descendants(proc: int, root: int) -> set[int]:
+    """The live processes below `root`."""
     children: dict[int, list[int]] = {}
     for pid in _pids(proc):
         fields = _stat(proc, pid)
-        if fields and fields[0] not in "ZX":
+        # A process whose first thread ended before the others looks like a zombie.
+        if fields and (fields[0] not in "ZX" or int(fields[_THREADS]) > 1):
             children.setdefault(int(fields[1]), []).append(pid)
     found: set[int] = set()
     queue = [root]

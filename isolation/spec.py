@@ -55,7 +55,7 @@ class Rung(_Data):
     mount options of overlayfs without the layers. `idmapped` shifts the owners of the node's root by `id_map`.
     `user_namespaces`: an episode has two, the agent's below its own. `by_folder`: one overlay for each system folder,
     because the root as a whole cannot be a lower layer; the spawner is then in a user namespace that it made itself.
-    `foreign`: the node's files belong to somebody who does not exist inside.
+    `foreign`: the node's files belong to somebody who does not exist inside. `isolated` false: see `bare`.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Rung(_Data):
     user_namespaces: bool = True
     by_folder: bool = False
     foreign: bool = False
+    isolated: bool = True
 
     @property
     def has_id_range(self) -> bool:
@@ -103,6 +104,14 @@ _NO_OTHER_IDS = "one user id only: chown, su, sudo -u, useradd and sshd work as 
 _NO_RENAME = "renaming a folder of the node's root is EXDEV (mv copies instead)"
 _OOM_SCORE = "a process may take itself out of the reach of the host's OOM killer (oom_score_adj)"
 _UNPRIVILEGED = (_NO_OTHER_IDS, _NO_RENAME, _OOM_SCORE)
+_NOTHING = (
+    "the agent works on the node's own files with the server's rights; what it changes stays, except what the server "
+    "itself laid out for the task",
+    "the agent can read tests/ and solution/ and write its own verdict",
+    "the agent can signal every process that the server may signal, the server among them, read what they know, and "
+    "reach every service of this node; what it starts by way of those outlives its episode",
+    "no limit of memory, processes, CPU or storage is kept",
+)
 RUNGS = {
     rung.name: rung
     for rung in (
@@ -138,6 +147,10 @@ RUNGS = {
                 "(/etc is a copy, of what this user may read)",
             ),
             by_folder=True, foreign=True,
+        ),
+        Rung(
+            "none", "not isolated: one episode at a time on the node itself", _SAME_IDS, (), "", _NOTHING,
+            user_namespaces=False, isolated=False,
         ),
     )
 }  # fmt: skip

@@ -22,6 +22,12 @@ _VERIFIER = f"""set -e
 echo 1 >/logs/verifier/reward.txt"""
 
 
+_LAST_RESORT = (
+    " Without isolation it starts only if told to: TB2_ISOLATION=none with MAX_CONCURRENT_ENVS=1 runs one episode at a "
+    "time on the node's own files with the server's rights, where an agent can do all that the server can."
+)
+
+
 async def start_best(configs: Sequence[SpawnerConfig]) -> tuple[Spawner, dict[str, str]]:
     """Start a spawner on the first rung that passes the trial; answers with why those before it did not.
 
@@ -33,12 +39,14 @@ async def start_best(configs: Sequence[SpawnerConfig]) -> tuple[Spawner, dict[st
             return await start(config), refusals
         except SandboxError as error:
             refusals[config.rung] = str(error)
-    raise IsolationUnavailable("this host cannot isolate episodes. " + _paragraph(refusals))
+    raise IsolationUnavailable("this host cannot isolate episodes. " + _paragraph(refusals) + _LAST_RESORT)
 
 
 async def start(config: SpawnerConfig) -> Spawner:
     """Start a spawner and try it. Raises: SandboxError saying what does not work."""
     spawner = await Spawner.start(config)
+    if not spawner.rung.isolated:  # a trial would write to the node, and could prove nothing
+        return spawner
     try:
         await run(spawner)
     except BaseException:

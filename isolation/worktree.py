@@ -84,7 +84,7 @@ def demolish(folder: str) -> None:
 
 def remove(folder: str) -> None:
     """Remove a ground's folder in which nothing is mounted, as seen from here; mount points are only ever rmdir'ed."""
-    for name in ("episodes", "trash"):
+    for name in ("episodes", "trash", "shared"):
         delete(f"{folder}/{name}")
     # The lock goes last: what cannot be removed now is found by a later sweep.
     with contextlib.suppress(OSError):

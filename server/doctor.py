@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tbench2_env.isolation.sandbox import SandboxError
-from tbench2_env.isolation.spec import RUNGS
+from tbench2_env.isolation.spec import RUNGS, Rung
 from tbench2_env.server import networks
 from tbench2_env.server.engine import configs, start_engine
 from tbench2_env.server.settings import Settings
@@ -39,7 +39,7 @@ class Report:
 
 async def examine(settings: Settings) -> Report:
     """Start the isolation, look, and end it."""
-    report = Report(host=_host(), rungs=dict.fromkeys(RUNGS, "does not fit this user and namespace"))
+    report = Report(host=_host(), rungs={name: _not_tried(rung) for name, rung in RUNGS.items()})
     report.rungs |= {config.rung: "not needed" for config in configs(settings)}
     try:
         engine, refusals = await start_engine(settings)
@@ -49,7 +49,7 @@ async def examine(settings: Settings) -> Report:
         return report
     spawner, host = engine.spawner, engine.spawner.host
     await spawner.stop()
-    report.works, report.rung = True, spawner.rung.name
+    report.works, report.rung = spawner.rung.isolated, spawner.rung.name
     report.rungs |= {name: f"refused: {reason}" for name, reason in refusals.items()}
     report.rungs[spawner.rung.name] = f"chosen: {spawner.rung.title}"
     report.scratch = f"{spawner.folder.parent} ({'memory: worktrees are bounded tmpfs' if host.in_memory else 'disk'})"
@@ -58,6 +58,11 @@ async def examine(settings: Settings) -> Report:
     report.ways_out = _ways_out(settings, host.egress, host.egress_refusals)
     report.lacks = engine.lacks() + ([host.no_cgroups] if host.no_cgroups else [])
     return report
+
+
+def _not_tried(rung: Rung) -> str:
+    misfit = "does not fit this user and namespace"
+    return misfit if rung.isolated else "not isolated; only with TB2_ISOLATION=none and MAX_CONCURRENT_ENVS=1"
 
 
 def _host() -> dict[str, str]:

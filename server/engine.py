@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from tbench2_env.isolation import probe, trial
+from tbench2_env.isolation import bare, probe, trial
 from tbench2_env.isolation.sandbox import IsolationUnavailable, Spawner
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, SpawnerConfig
 from tbench2_env.server import networks
@@ -31,8 +31,8 @@ class Engine:
         return {
             "rung": rung.name,
             "title": rung.title,
-            "worktree": "copy-on-write over " + ", ".join(sorted(f"/{name}" for name in SYSTEM_FOLDERS)),
-            "private": ["/" + path for path in PRIVATE_FOLDERS] + ["processes", "ipc", "hostname", "/dev/shm"],
+            "worktree": _worktree() if rung.isolated else "none: the node's own files",
+            "private": _private() if rung.isolated else [],
             "scratch": f"{self.spawner.folder.parent} ({'memory' if host.in_memory else 'disk'})",
             "network": networks.describe(self.settings, host),
             "verifier": {
@@ -45,12 +45,23 @@ class Engine:
     def lacks(self) -> list[str]:
         """What this host cannot give, a sentence each."""
         host, found = self.spawner.host, list(self.spawner.rung.lacks)
-        if not host.signals_scoped:
+        if not self.spawner.rung.isolated:
+            found += bare.obstacles()
+        elif not host.signals_scoped:
             found.append("an agent may signal a verifier: landlock's scopes are missing (Linux 6.12, landlock in lsm=)")
         found += [f"what is mounted on {path} is not in worktrees" for path in host.hidden_mounts]
         if self.settings.network == "host":
-            found.append("ports are shared with the host, and its services are within reach (TB2_NETWORK=host)")
+            why = networks.why_host(self.settings)
+            found.append(f"ports are shared with the host, and its services are within reach ({why})")
         return found
+
+
+def _worktree() -> str:
+    return "copy-on-write over " + ", ".join(sorted(f"/{name}" for name in SYSTEM_FOLDERS))
+
+
+def _private() -> list[str]:
+    return ["/" + path for path in PRIVATE_FOLDERS] + ["processes", "ipc", "hostname", "/dev/shm"]
 
 
 class Engines:

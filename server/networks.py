@@ -29,7 +29,7 @@ def choose(settings: Settings, host: Host, wanted: EnvironmentTable) -> Choice:
     """The network for a task. What it asks for and does not get is in `unmet`."""
     mode = _mode(wanted)
     if settings.network == "host":
-        return Choice(Network.HOST, unmet=() if mode == "public" else (_not_kept(wanted, "TB2_NETWORK=host"),))
+        return Choice(Network.HOST, unmet=() if mode == "public" else (_not_kept(wanted, why_host(settings)),))
     if mode == "no-network":
         return Choice(Network.PRIVATE)
     if settings.network == "private":
@@ -50,6 +50,11 @@ def describe(settings: Settings, host: Host) -> str:
         return "private: a loopback of its own, no way out"
     way = f"by {host.egress}" if host.egress else "by an HTTP(S) proxy only"
     return f"private: a loopback of its own; out {way}, where the task allows it; the host is out of reach"
+
+
+def why_host(settings: Settings) -> str:
+    """Which variable says that the network is the host's."""
+    return "TB2_ISOLATION=none" if settings.isolation == "none" else "TB2_NETWORK=host"
 
 
 def _mode(wanted: EnvironmentTable) -> str:

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tbench2_env.isolation.spec import RUNGS
@@ -33,11 +33,13 @@ class Settings(BaseSettings):
     withhold_tests: str | None = Field(None, validation_alias="TB2_WITHHOLD_TESTS")
     keep_runs: int = Field(1000, ge=0, validation_alias="TB2_KEEP_RUNS")
     isolation: str = Field("auto", pattern=f"^(auto|{'|'.join(RUNGS)})$", validation_alias="TB2_ISOLATION")
-    network: str = Field("auto", pattern="^(auto|private|egress|host)$", validation_alias="TB2_NETWORK")
+    network: str = Field(
+        "auto", pattern="^(auto|private|egress|host)$", validate_default=True, validation_alias="TB2_NETWORK"
+    )
     limits: str = Field("task", pattern="^(task|off)$", validation_alias="TB2_LIMITS")
     tamper: str = Field("report", pattern="^(report|drop|restore)$", validation_alias="TB2_TAMPER")
     scratch_dir: Path | None = Field(None, validation_alias="TB2_SCRATCH_DIR")
-    max_concurrent_envs: int = Field(8, ge=1, validation_alias="MAX_CONCURRENT_ENVS")
+    max_concurrent_envs: int = Field(8, ge=1, validate_default=True, validation_alias="MAX_CONCURRENT_ENVS")
     enable_web_interface: bool = Field(False, validation_alias="ENABLE_WEB_INTERFACE")
     queue_timeout_s: float = Field(0.0, ge=0, le=86_400, validation_alias="TB2_QUEUE_TIMEOUT_S")
     own_idle_timeout_s: float | None = Field(None, ge=0, validation_alias="TB2_IDLE_TIMEOUT_S")
@@ -65,6 +67,22 @@ class Settings(BaseSettings):
         if not good:
             raise ValueError(f"{text!r} is neither a number of seconds (0: off) nor task")
         return text
+
+    @field_validator("network")
+    @classmethod
+    def _network_without_isolation(cls, network: str, info: ValidationInfo) -> str:
+        if info.data.get("isolation") != "none":
+            return network
+        if network not in ("auto", "host"):
+            raise ValueError(f"{network!r} needs isolation: unset TB2_NETWORK, or TB2_ISOLATION=none")
+        return "host"
+
+    @field_validator("max_concurrent_envs")
+    @classmethod
+    def _one_without_isolation(cls, most: int, info: ValidationInfo) -> int:
+        if info.data.get("isolation") == "none" and most != 1:
+            raise ValueError(f"{most} episodes need isolation: with TB2_ISOLATION=none, set MAX_CONCURRENT_ENVS=1")
+        return most
 
     @field_validator("task_workdir")
     @classmethod

@@ -54,6 +54,8 @@ class Ground:
         return layer.Owner(self.rung.owner_shift, change=self.rung.has_id_range)
 
     def base(self) -> layer.BaseView:
+        if not self.rung.isolated:
+            return layer.BaseView(Path("/"))
         names = {entry.name for entry in os.scandir("/")} - SYSTEM_FOLDERS
         hidden = {*names, *PRIVATE_FOLDERS, *(path.lstrip("/") for path in self.hide)}
         return layer.BaseView(Path("/"), frozenset("/" + path for path in hidden))

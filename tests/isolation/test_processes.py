@@ -43,7 +43,7 @@ def start_tree(script: str = TREE) -> int:
 
 
 def tree_of(root: int) -> set[int]:
-    return {root} | processes._descendants(open_proc(), root)
+    return {root} | processes.descendants(open_proc(), root)
 
 
 def wait_for_tree(root: int, sizes: Mapping[str, int] = TREE_SIZES) -> set[int]:

@@ -98,6 +98,7 @@ def test_only_a_rung_without_shifted_ids_must_guard_proc_sys() -> None:
         "E": False,
         "4": False,
         "5": False,
+        "none": False,
     }
 
 
