@@ -1,0 +1,60 @@
+"""Every attack yields 0.0 or no verdict and learns nothing, and an honest solution still scores 1.0 beside it.
+
+`TB2_ATTACK_RUNGS=1,2,4 pytest tests/attacks` attacks on these rungs of the isolation ladder; else on the best one here.
+An attack on a tool that agent and verifier share can work with TB2_TAMPER=report, and is then in `info.tampered`.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from .conftest import ATTACKS, SETTINGS, Campaign, Setting
+from .frame import Attack, Outcome, Tamper, Verdicts
+
+#: What is still to be done. An attack that is refused all the same fails its test, so these flip loudly.
+PENDING = {
+    Tamper.REPORT: "info.tampered is not written yet",
+    Tamper.DROP: "TB2_TAMPER=drop is not there yet",
+    Tamper.RESTORE: "TB2_TAMPER=restore is not there yet",
+}
+
+
+def cases() -> Iterator[object]:
+    for setting in SETTINGS:
+        for name, attack in ATTACKS.items():
+            if setting.includes(attack):
+                reason = attack.hole or (PENDING.get(setting.tamper) if attack.tampers else None)
+                marks = [pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)] if reason else []
+                yield pytest.param(setting, name, id=f"{setting}-{name}", marks=marks)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("setting", "name"), cases())
+def test_attack(campaign: Campaign, setting: Setting, name: str) -> None:
+    attack, outcome = ATTACKS[name], campaign(setting)[name]
+    if outcome.failure or not outcome.ran or outcome.leaked or outcome.honest_reward != 1.0:
+        pytest.fail(f"{outcome}")
+    if attack.tampers:
+        assert_tampering_is_dealt_with(attack, setting.tamper, outcome)
+    else:
+        assert_verdict(outcome, attack.expects)
+
+
+def assert_tampering_is_dealt_with(attack: Attack, tamper: Tamper, outcome: Outcome) -> None:
+    match tamper:
+        case Tamper.REPORT:
+            assert attack.tampers in [entry["path"] for entry in outcome.info.get("tampered", [])], outcome
+        case Tamper.DROP:
+            assert (outcome.reward, outcome.no_verdict) == (None, "tampered"), outcome
+        case Tamper.RESTORE:
+            assert_verdict(outcome, Verdicts.ZERO)
+
+
+def assert_verdict(outcome: Outcome, expected: Verdicts) -> None:
+    wanted: dict[Verdicts, tuple[float | None, ...]] = {
+        Verdicts.ZERO: (0.0,), Verdicts.NONE: (None,), Verdicts.ZERO_OR_NONE: (0.0, None),
+    }  # fmt: skip
+    assert outcome.reward in wanted[expected], outcome
+    if outcome.reward is None:
+        assert outcome.no_verdict, "no verdict, and no reason"
+        assert outcome.error
