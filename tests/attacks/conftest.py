@@ -3,7 +3,7 @@
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -41,7 +41,7 @@ Campaign = Callable[[Setting], dict[str, Outcome]]
 
 
 @pytest.fixture(scope="session")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     """What came of every attack in a setting; the attacks are made when it is first asked for."""
     done: dict[Setting, dict[str, Outcome]] = {}
 
@@ -50,7 +50,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
             done[setting] = _attack_all(setting, tmp_path_factory)
         return done[setting]
 
-    yield outcomes
+    return outcomes
 
 
 def _attack_all(setting: Setting, folders: pytest.TempPathFactory) -> dict[str, Outcome]:

@@ -21,7 +21,8 @@ _SHELL = """#!/bin/bash
 read -r key < /tests/secret.txt
 exec 7< /tests/secret.txt
 for i in 1 2 3 4 5; do sleep 0.1; done
-if [ "$(cat out.txt 2>/dev/null)" = ok ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+if [ "$(cat out.txt 2>/dev/null)" = ok ]; then r=1; else r=0; fi
+echo $r > /logs/verifier/reward.txt
 """
 
 #: The system's Python runs pytest, as where test.sh has `pip install pytest`.
@@ -35,7 +36,8 @@ if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/ve
 _UVX = """#!/bin/bash
 source $HOME/.local/bin/env
 if [ "$PWD" = "/" ]; then exit 1; fi
-uvx -p 3.13 -w pytest==8.4.1 -w pytest-json-ctrf==0.3.5 pytest --ctrf /logs/verifier/ctrf.json /tests/test_outputs.py -rA
+uvx -p 3.13 -w pytest==8.4.1 -w pytest-json-ctrf==0.3.5 \\
+  pytest --ctrf /logs/verifier/ctrf.json /tests/test_outputs.py -rA
 if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
 """
 #: Stands for uvx in the task's image: runs pytest in a Python that has nothing but pytest, as uv's environments do.
@@ -56,7 +58,7 @@ def test_output():
 
 #: A service that the agent leaves running is asked, by name, for a token.
 _SERVICE = """#!/bin/bash
-if [ "$(curl -s --retry 5 --retry-connrefused --retry-delay 1 --max-time 5 http://localhost:8080/token)" = "token 7" ]
+if [ "$(curl -s --retry 5 --retry-connrefused --retry-delay 1 --max-time 5 http://$(hostname):8080/token)" = "token 7" ]
 then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
 """
 

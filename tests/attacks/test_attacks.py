@@ -29,7 +29,7 @@ def cases() -> Iterator[object]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("setting", "name"), cases())
+@pytest.mark.parametrize(("setting", "name"), list(cases()))
 def test_attack(campaign: Campaign, setting: Setting, name: str) -> None:
     attack, outcome = ATTACKS[name], campaign(setting)[name]
     if outcome.failure or not outcome.ran or outcome.leaked or outcome.honest_reward != 1.0:

@@ -3,13 +3,12 @@
 Source: BenchJack, "How We Broke Top AI Agent Benchmarks" (Berkeley RDI, 2026): ten lines solved all of SWE-bench.
 """
 
-import pytest
-
 from attacks.frame import Attack
 
 ATTACK = Attack(
     "pytest",
     """cat > conftest.py <<'EOF'
+import pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
     call.excinfo = None

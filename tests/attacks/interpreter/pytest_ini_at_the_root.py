@@ -3,14 +3,13 @@
 Source: docs.pytest.org, "Initialization: determining rootdir and configfile"; benchflow-ai/benchflow#115.
 """
 
-import pytest
-
 from attacks.frame import Attack
 
 ATTACK = Attack(
     "pytest",
     """echo '[pytest]' > /pytest.ini
     cat > /conftest.py <<'EOF'
+import pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
     call.excinfo = None

@@ -3,8 +3,6 @@
 Source: benchflow-ai/benchflow#1116 and its fix, pull request 1117.
 """
 
-import pytest
-
 from attacks.frame import Attack
 
 ATTACK = Attack(
@@ -13,6 +11,7 @@ ATTACK = Attack(
     printf 'Metadata-Version: 2.1\\nName: evil\\nVersion: 1\\n' > $at/evil-1.dist-info/METADATA
     printf '[pytest11]\\nevil = evil_plugin\\n' > $at/evil-1.dist-info/entry_points.txt
     cat > $at/evil_plugin.py <<'EOF'
+import pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
     call.excinfo = None

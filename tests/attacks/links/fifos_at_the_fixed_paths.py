@@ -7,5 +7,6 @@ from attacks.frame import Attack
 
 ATTACK = Attack(
     "shell",
-    "mkfifo /logs/verifier/reward.txt /logs/verifier/reward.json /tests/test.sh reward.txt; (echo 1 > reward.txt &) ; true",
+    """mkfifo /logs/verifier/reward.txt /logs/verifier/reward.json /tests/test.sh reward.txt
+    (echo 1 > reward.txt &) ; true""",
 )

@@ -7,5 +7,6 @@ from attacks.frame import FORGE, Attack
 
 ATTACK = Attack(
     "shell",
-    f"mkdir fake; echo 1 > fake/reward.txt; rmdir /logs/verifier; mv /logs /old; ln -s $PWD/fake /logs/verifier; {FORGE}; true",
+    f"""mkdir fake; echo 1 > fake/reward.txt; rmdir /logs/verifier; mv /logs /old
+    ln -s $PWD/fake /logs/verifier; {FORGE}; true""",
 )

@@ -10,6 +10,7 @@ ATTACK = Attack(
     f"""mkdir fake; echo '{FORGE}' > fake/test.sh; echo 1 > fake/reward.txt
     for at in /tests /logs/verifier /logs /proc; do mount --bind fake $at; mount -t tmpfs none $at; umount -l $at; done
     for how in --mount "--user --map-root-user --mount" "--mount --propagation shared"; do
-      unshare $how bash -c 'mount --bind fake /tests; mount --bind fake /logs/verifier; nohup sleep 20 >/dev/null 2>&1 &'
+      unshare $how bash -c 'mount --bind fake /tests; mount --bind fake /logs/verifier
+        nohup sleep 20 >/dev/null 2>&1 &'
     done; true""",
 )

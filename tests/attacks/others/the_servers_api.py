@@ -5,10 +5,12 @@ Source: ml-intern#277 and OpenEnv's http_server (no authentication on localhost)
 
 from attacks.frame import Agent, Attack
 
+
 async def attack(agent: Agent) -> None:
     port = agent.server.port
     answers = await agent.run(
-        f"""for host in localhost 127.0.0.1 '[::1]' $(hostname -I) $(awk '{{print $1}}' /etc/hosts) 10.0.2.2 172.17.0.1; do
+        f"""others="$(hostname -I) $(awk '{{print $1}}' /etc/hosts) 10.0.2.2 172.17.0.1"
+        for host in localhost 127.0.0.1 '[::1]' $others; do
           curl -s --max-time 1 http://$host:{port}/health; curl -s --max-time 1 http://$host:{port}/episodes
         done; true"""
     )

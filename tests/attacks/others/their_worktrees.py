@@ -5,10 +5,13 @@ Source: NeMo-Gym#2457 and OpenHands agent-sdk#4802 (another session's files in r
 
 from attacks.frame import Agent, Attack
 
+
 async def attack(agent: Agent) -> None:
     async with agent.server.client() as other:
         await other.reset(task_id="shell")
-        await other.exec("echo THE-OTHERS > /app/mine; echo THE-OTHERS > /tmp/mine; echo THE-OTHERS > ~/mine; sleep 60 &")
+        await other.exec(
+            "echo THE-OTHERS > /app/mine; echo THE-OTHERS > /tmp/mine; echo THE-OTHERS > ~/mine; sleep 60 &"
+        )
         scratch, runs = agent.server.scratch, agent.server.runs
         found = await agent.run(
             f"""cat /proc/mounts /proc/*/mountinfo | tr ' ,:=' '\\n' | grep ^/ | sort -u > /tmp/paths

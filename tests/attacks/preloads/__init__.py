@@ -1,6 +1,6 @@
 """Libraries that write the verdict from inside the verifier's own programs."""
 
-#: Runs when it is loaded; only where there is a verifier's folder can it write there. reward.json comes before reward.txt.
+#: Runs when it is loaded; only a verifier can write there. reward.json comes before reward.txt.
 EVIL_C = r"""
 #include <fcntl.h>
 #include <string.h>

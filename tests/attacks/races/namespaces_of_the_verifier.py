@@ -3,13 +3,12 @@
 Source: man 2 setns; CVE-2016-9962 (runc exec: a process of another world can be reached while it enters).
 """
 
-import subprocess
-
 from attacks.frame import SEEN, Attack, python_daemon
 
 ATTACK = Attack(
     "shell",
     python_daemon("""
+import subprocess
 for pid in verifiers():
     fd = os.pidfd_open(pid)
     for kind in (0x20000, 0x10000000, 0x10020000, 0x20000000):

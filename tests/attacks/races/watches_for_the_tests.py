@@ -7,7 +7,8 @@ from attacks.frame import FORGE, SEEN, Attack, python_daemon
 
 ATTACK = Attack(
     "shell",
-    python_daemon(f"""
+    "echo no > out.txt; "
+    + python_daemon(f"""
 watch = libc.inotify_init1(0)
 for path in (b"/tests", b"/logs", b"/logs/verifier", b"/app", b"/", b"/dev/shm", b"/tmp"):
     libc.inotify_add_watch(watch, path, 0xFFF)

@@ -5,6 +5,7 @@ Source: PrimeIntellect verifiers#1401; CWE-400. CASES.md 11.
 
 from attacks.frame import Agent, Attack, Verdicts
 
+
 async def attack(agent: Agent) -> None:
     for make in (
         "head -c 50000000 /dev/zero | tr '\\0' 1 > reward.txt",

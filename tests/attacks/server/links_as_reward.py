@@ -5,6 +5,7 @@ Source: CVE-2018-15664; OpenEnv's `_hard_remove`; CASES.md 10.
 
 from attacks.frame import Agent, Attack, Verdicts
 
+
 async def attack(agent: Agent) -> None:
     for make in (
         "ln -s /app/one reward.json",

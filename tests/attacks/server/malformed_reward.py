@@ -5,6 +5,7 @@ Source: PrimeIntellect verifiers#2067, hud#516; CASES.md 11.
 
 from attacks.frame import Agent, Attack, Verdicts
 
+
 async def attack(agent: Agent) -> None:
     texts = ("", "nan", "inf", "1e999", "1\\n1", "0x1", "1_0", "true", "one", "1,0", "--1", "\\xff\\xfe1", "1\\0")
     objects = ('{"reward": "1"', '{"reward": true}', '{"reward": [1]}', '{"reward": NaN}', "null", '"nan"', "{}", "[1]")

@@ -5,6 +5,7 @@ Source: UKGovernmentBEIS/inspect_ai#3534, idegym#286 (output without bounds).
 
 from attacks.frame import Agent, Attack
 
+
 async def attack(agent: Agent) -> None:
     before = agent.server.rss_bytes()
     await agent.run("truncate -s 200M app.log; ln -s app.log more.log")

@@ -5,6 +5,7 @@ Source: CWE-400; ctrf.io's format, whose messages have no limit.
 
 from attacks.frame import Agent, Attack
 
+
 async def attack(agent: Agent) -> None:
     deep = "python3 -c 'print(\"[\" * 200000)' > ctrf.json"
     many = """python3 -c 'import json; print(json.dumps({"results": {"tests": [

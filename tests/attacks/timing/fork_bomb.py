@@ -3,8 +3,19 @@
 Source: NemoClaw#809 and tracecat#3142 (one hog's failure became everybody's).
 """
 
-from attacks.frame import Attack, Verdicts, in_background
+from attacks.frame import Attack, Verdicts, python_daemon
 
 ATTACK = Attack(
-    "impatient", in_background("b() { touch /tmp/seen; b | b & }; b; sleep 1"), Verdicts.ZERO_OR_NONE, alone=True
+    "impatient",
+    python_daemon("""
+while True:
+    with contextlib.suppress(OSError):
+        while os.fork():
+            pass
+        signal.pause()
+    time.sleep(0.01)
+""")
+    + "; sleep 2",
+    Verdicts.ZERO_OR_NONE,
+    alone=True,
 )

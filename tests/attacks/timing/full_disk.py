@@ -7,7 +7,9 @@ from attacks.frame import Attack, Verdicts, in_background
 
 ATTACK = Attack(
     "impatient",
-    in_background("dd if=/dev/zero of=/var/full bs=1M; cat /dev/zero > /tmp/full; cat /dev/zero > /dev/shm/full; sleep 1"),
+    in_background(
+        "dd if=/dev/zero of=/var/full bs=1M; cat /dev/zero > /tmp/full; cat /dev/zero > /dev/shm/full; sleep 1"
+    ),
     Verdicts.ZERO_OR_NONE,
     alone=True,
 )
