@@ -159,19 +159,22 @@ def _take(parent: str, entry: os.DirEntry[str]) -> bool:
 
 # ---------------------------------------------------------------- files
 def _copy_etc(rung: Rung) -> None:
-    """What of /etc this user may read, in regular files and links, whatever is mounted there."""
+    """What of /etc this user may read, in folders, regular files and links, whatever is mounted there."""
     for parent, folders, files in os.walk("/etc"):
-        for name in [*files, *(folder for folder in folders if os.path.islink(f"{parent}/{folder}"))]:
-            if not _is_below_whiteout(f"{parent}/{name}"):
-                _copy(rung, f"{parent}/{name}".lstrip("/"))
+        if _is_below_whiteout(f"{parent}/any"):
+            folders.clear()
+            continue
+        for path in (f"{parent}/{name}" for name in (*folders, *files)):
+            if os.path.isdir(path) and not os.path.islink(path):
+                _add_like_below(rung, path.lstrip("/"))
+            else:
+                _copy(path, f"shared/mask{path}")
 
 
-def _copy(rung: Rung, relative: str) -> None:
-    source, target = f"/{relative}", f"shared/mask/{relative}"
+def _copy(source: str, target: str) -> None:
     info = os.lstat(source)
     copied = stat.S_ISLNK(info.st_mode) or (stat.S_ISREG(info.st_mode) and info.st_size <= _COPIED_FILE_MAX_BYTES)
     if copied and not os.path.lexists(target) and (stat.S_ISLNK(info.st_mode) or os.access(source, os.R_OK)):
-        _add_parents(rung, relative)
         shutil.copy2(source, target, follow_symlinks=False)
 
 

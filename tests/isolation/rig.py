@@ -280,7 +280,7 @@ class Rig:
                 lambda pid=pid: f"descriptors left in {command_line(pid)}: {descriptors(pid)}",  # type: ignore[misc]
             )
         await until(lambda: len(descendants(self.pid)) == 2, 2.0, lambda: descendants(self.pid))
-        await until(lambda: not self.worktrees(), 2.0, self.worktrees)
+        await until(lambda: not self.worktrees(), 10.0, self.worktrees)
 
 
 class PidNamespaces:

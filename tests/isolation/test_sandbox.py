@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tbench2_env.isolation.sandbox import IsolationUnavailable, SandboxError
-from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Limits
+from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Limits, Rung
 
 from .conftest import HostFolder, StartRig
 from .rig import (
@@ -17,6 +17,7 @@ from .rig import (
     BEST_RUNG,
     IDS_ARE_FAKED,
     ROOT_IS_OVERLAY,
+    RUNGS_HERE,
     Rig,
     command_line,
     descriptors,
@@ -65,6 +66,15 @@ async def test_the_nodes_files_can_be_changed_and_removed_without_harm(rig: Rig)
     assert (await rig.sh(other, script)).lines == ["/etc/apt", "/etc/skel", "755", str(len(before[0]))]
     assert [Path(path).read_bytes() for path in ("/etc/passwd", "/bin/cat")] == before
     assert Path("/bin/cat").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("rung", RUNGS_HERE, ids=lambda rung: rung.name)
+async def test_etc_has_all_of_the_nodes_folders(start_rig: StartRig, rung: Rung) -> None:
+    """Where it is a copy, too."""
+    rig = await start_rig(rung=rung.name)
+    walked = [f"{parent}/{name}" for parent, names, _ in os.walk("/etc") for name in names]
+    ours = {path for path in walked if not os.path.islink(path)}  # noqa: PTH114
+    assert set((await rig.sh(await rig.create(), "find /etc -mindepth 1 -type d")).lines) == ours
 
 
 async def test_private_folders_are_empty_at_first(rig: Rig) -> None:
