@@ -6,9 +6,10 @@ import re
 from tbench2_env.isolation.spec import Host, Limits
 from tbench2_env.server.taskconfig import EnvironmentTable, TaskError
 
-#: Processes and threads of one episode: enough for a wide build, too few for a fork bomb to hurt. On two cores, a
-#: neighbour's command took 0.7 s beside a bomb of 1,024, and 5 to 10 s beside one of 4,096, with and without cgroups.
-PROCESSES_MAX = max(1024, 32 * (os.cpu_count() or 1))
+#: Processes and threads of one episode: enough for a wide build, too few for a fork bomb to hurt. What hurts is their
+#: number per CPU: on two, a neighbour's command took 0.7 s beside a bomb of 1,024, and 5 to 10 s beside one of 4,096,
+#: with and without cgroups.
+PROCESSES_MAX = min(4096, max(1024, 512 * len(os.sched_getaffinity(0))))
 _MIB = 1 << 20
 #: Less than this no task can mean: a shell, an interpreter and a test run need it.
 _MEMORY_FLOOR_BYTES, _STORAGE_FLOOR_BYTES, _CPUS_FLOOR = 256 * _MIB, 256 * _MIB, 0.5
