@@ -34,8 +34,9 @@ _LOOK_EVERY_S = 0.2
 #: Walking worktrees takes this much of each look in all, in slices, so that memory is looked at in time.
 _WALKS_BUDGET_S, _WALK_SLICE_S = 0.08, 0.01
 _HIT_EVERY_S = 1.0
-#: A full number of processes falls a little short of the limit whenever one is being replaced by the next.
-_HIT_SHARE = 0.98
+#: A full number of processes falls short of the limit whenever some are being replaced by others: the kernel counts
+#: those that ended for a while longer than /proc lists them.
+_HIT_SHARE = 0.9
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
