@@ -213,7 +213,7 @@ class Worktree:
     def _below(self, layers: Sequence[str], name: str) -> _Below | None:
         """An entry of merged folders. Other than the upper, what is below the mask and the layers does not change."""
         info, paths = None, []
-        for layer in layers:
+        for depth, layer in enumerate(layers, 1):
             path = f"{layer}/{name}"
             found = _lstat(path)
             if found is None:
@@ -224,7 +224,7 @@ class Worktree:
                 break
             info = info or found
             paths.append(path)
-            if self._is_opaque(path):
+            if depth < len(layers) and self._is_opaque(path):
                 break
         return None if info is None else _Below(info, tuple(paths))
 

@@ -29,6 +29,7 @@ _PYC = re.compile(r"(.*)/__pycache__/([^/]+?)\.[^/.]+(?:\.opt-\d)?\.pyc$")
 _CACHE_MAGIC, _CACHE_HEADER, _CACHE_ENTRY = b"glibc-ld.so.cache1.1", struct.Struct("<20sII20x"), struct.Struct("<iIIIQ")
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _PATH_MAX = 4096
+_FOLDERS_KEPT = 8
 _LD_CACHE, _PASSWD = "/etc/ld.so.cache", "/etc/passwd"
 _CA_LINKS, _BUNDLE, _CA_FOLDER = "/etc/ssl/certs/", "/etc/ssl/certs/ca-certificates.crt", "/usr/share/ca-certificates/"
 
@@ -52,6 +53,7 @@ class Packages:
         self._sums: dict[str, str] = {}
         self._listed: set[str] = set()
         self._dropped: set[str] = set()
+        self._folders: dict[str, Folder | Change | None] = {}
         self._hashed = {"md5": _Hashed(), "sha256": _Hashed()}
         #: RECORDs, which cannot have their own sum.
         self._unsummed: set[str] = set()
@@ -80,15 +82,22 @@ class Packages:
             return self._is_installed(f"{compiled[1]}/{compiled[2]}.py")
         return path in self._unsummed
 
+    def _find(self, path: str) -> Folder | Change | None:
+        """A folder: asked for again and again, for each file in it."""
+        if path not in self._folders:
+            self._folders = dict(list(self._folders.items())[-_FOLDERS_KEPT:])
+            self._folders[path] = self._worktree.find(path)
+        return self._folders[path]
+
     def _is_installed(self, path: str) -> bool:
         parent, _, name = path.rpartition("/")
-        folder = self._worktree.find(parent)
+        folder = self._find(parent)
         change = self._worktree.look(folder, name) if isinstance(folder, Folder) else None
         return change is not None and self.explains(change)
 
     def _has_digest(self, change: Change, algorithm: str, digest: str) -> bool:
         parent, _, name = change.path.rpartition("/")
-        folder = self._worktree.find(parent)
+        folder = self._find(parent)
         if not isinstance(folder, Folder) or change.now is None:
             return False
         if not self._hashed[algorithm].add(change.now.st_size):
@@ -148,7 +157,7 @@ class Packages:
         for _ in range(2):
             link = posixpath.normpath(posixpath.join(posixpath.dirname(link), self._worktree.readlink(link)))
         parent, _, name = link.rpartition("/")
-        folder = self._worktree.find(parent)
+        folder = self._find(parent)
         change = self._worktree.look(folder, name) if isinstance(folder, Folder) else folder
         if not link.startswith(_CA_FOLDER):
             return False

@@ -183,20 +183,24 @@ class _Scan:
                     continue
                 change = self._worktree.look(lib, name)
                 if folder is not None and folder.moved is None:
-                    yield from self._python_folder(folder)
+                    yield from self._python_folder(folder, change)
                 elif change is not None:
                     yield Tampered(change, "python's standard library")
 
-    def _python_folder(self, folder: Folder) -> Iterator[Tampered]:
+    def _python_folder(self, folder: Folder, change_of_it: Change | None) -> Iterator[Tampered]:
+        """One python's library; if all of it is new it is reported as a whole."""
         for name in self._worktree.names(folder, self.budget):
-            change = self._worktree.look(folder, name)
             inner = self._enter(folder, name)
             if name in _SITE_FOLDERS and isinstance(inner, Folder) and inner.moved is None:
                 yield from self._site(inner)
                 continue
-            for each in self._entry_and_below(change, inner):
-                if name not in trusted.NOT_CODE and not self._packages.explains(each):
-                    yield Tampered(each, "python's standard library")
+            for each in self._entry_and_below(self._worktree.look(folder, name), inner):
+                if name in trusted.NOT_CODE or self._packages.explains(each):
+                    continue
+                is_new = change_of_it is not None and change_of_it.kind is Kind.ADDED
+                yield Tampered(change_of_it if is_new and change_of_it else each, "python's standard library")
+                if is_new:
+                    break
 
     def _enter(self, folder: Folder, name: str) -> Folder | Change | None:
         try:
