@@ -77,7 +77,7 @@ class Packages:
         if path in self._sums:
             return self._has_digest(change, "md5", self._sums[path])
         if path in self._records:
-            return self._has_digest(change, "sha256", self._records[path])
+            return self._has_digest(change, "sha256", _hexadecimal(self._records[path].removeprefix("sha256=")))
         if compiled := _PYC.match(path):
             return self._is_installed(f"{compiled[1]}/{compiled[2]}.py")
         return path in self._unsummed
@@ -183,8 +183,9 @@ class Packages:
             return
         for row in rows:
             if len(row) == 3 and row[1].startswith("sha256="):
-                path = posixpath.normpath(f"{site}/{row[0]}")
-                self._records[path] = _hexadecimal(row[1].removeprefix("sha256="))
+                path = f"{site}/{row[0]}"
+                path = posixpath.normpath(path) if ".." in path else path
+                self._records[path] = row[1]
         self._unsummed.add(f"{site}/{distribution}/RECORD")
 
 

@@ -38,6 +38,8 @@ from tbench2_env.server.verifier import NoVerdict, Reason
 REPORTED_MAX = 200
 #: Entries of the upper that are looked at, in trusted folders only; a worktree with more there is itself reported.
 _ENTRIES_MAX = 50_000
+#: Of a new python package so many entries are looked at: its RECORD could be forged anyway.
+_NEW_PACKAGE_MAX = 1_000
 _NAMED_IN_DROP = 3
 _ENTRY_POINTS_MAX_BYTES = 1 << 18
 _HAS_PYTEST_PLUGIN = re.compile(rb"^\s*\[\s*pytest11\s*\]", re.MULTILINE)
@@ -208,13 +210,15 @@ class _Scan:
         except OSError:
             return Change(f"{folder.path}/{name}", Kind.UNREADABLE, None)
 
-    def _entry_and_below(self, change: Change | None, inner: Folder | Change | None) -> Iterator[Change]:
+    def _entry_and_below(
+        self, change: Change | None, inner: Folder | Change | None, budget: Budget | None = None
+    ) -> Iterator[Change]:
         if isinstance(inner, Change):
             yield inner
         elif change is not None:
             yield change
         if isinstance(inner, Folder) and inner.moved is None:
-            yield from self._worktree.walk(inner, self.budget)
+            yield from self._worktree.walk(inner, budget or self.budget)
 
     def _site(self, site: Folder) -> Iterator[Tampered]:
         names = self._worktree.names(site, self.budget)
@@ -254,7 +258,7 @@ class _Scan:
     def _package(self, change: Change | None, inner: Folder | Change | None) -> Iterator[Tampered]:
         """A package or module: its changes if the node has it; if it is new, the package as a whole, once."""
         is_new = change is not None and change.kind in (Kind.ADDED, Kind.RENAMED)
-        for each in self._entry_and_below(change, inner):
+        for each in self._entry_and_below(change, inner, Budget(_NEW_PACKAGE_MAX) if is_new else None):
             is_folder = each.now is not None and stat.S_ISDIR(each.now.st_mode) and each.kind is not Kind.RENAMED
             if each.now is None and each.kind is Kind.DELETED:
                 continue

@@ -71,9 +71,9 @@ def test_one_files_content(client: httpx.Client, episode: str) -> None:
 
 def test_what_has_no_content(client: httpx.Client, episode: str) -> None:
     _exec(client, episode, "rm /usr/bin/env; rm -rf /usr/share/doc; mkdir d; ln -s /etc/hosts link; mkfifo pipe")
-    for path in ("/etc/hosts", "nothing", "/usr/bin/env", "/usr/share/doc/x", "link/x", "/bin/env", "x" * 300):
+    for path in ("/etc/hosts", "nothing", "/usr/bin/env", "/usr/share/doc/x", "link/x", "/bin/env", "x" * 300, "."):
         problem(_get(client, episode, path), 404, "NOT_CHANGED")
-    for path in ("d", "link", "pipe", "/", "..", ".", "/app/", "a\0b", "x" * 5000, ""):
+    for path in ("d", "link", "pipe", "/", "..", "/app/", "a\0b", "x" * 5000, ""):
         assert "path" in problem(_get(client, episode, path), 422, "VALIDATION_ERROR")["detail"]
 
 
