@@ -88,8 +88,8 @@ def test_paths_stay_in_the_episode(server: Server, client: httpx.Client, episode
         f"../../../..{tmp_path}/secret",
     ):
         assert _get(client, episode, path).status_code in (404, 422)
-    for path in (server.log, server.tasks / "ok/tests/test.sh", "/proc/self/environ", "/tests/test.sh"):
-        problem(_get(client, episode, str(path)), 404, "NOT_CHANGED")
+    for host_path in (server.log, server.tasks / "ok/tests/test.sh", "/proc/self/environ", "/tests/test.sh"):
+        problem(_get(client, episode, str(host_path)), 404, "NOT_CHANGED")
     listed = str(_diff(client, episode))
     assert "secret" not in listed.replace(str(tmp_path), "")
 

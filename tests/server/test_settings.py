@@ -78,6 +78,7 @@ def test_upstreams_other_variables_are_accepted(monkeypatch: pytest.MonkeyPatch)
         ("ENABLE_WEB_INTERFACE", "perhaps"),
         ("TB2_TASK_WORKDIR", "app"),
         ("TB2_LOG_FORMAT", "xml"),
+        ("TB2_TAMPER", "perhaps"),
     ],
 )
 def test_a_wrong_value_names_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
