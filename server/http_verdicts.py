@@ -2,12 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from tbench2_env.server import evidence, runs
 from tbench2_env.server.episode import Episode
@@ -55,9 +55,21 @@ async def _send(services: Services, episode_id: str, name: str, media_type: str)
         file = await asyncio.to_thread((folder / name).open, "rb")
     except OSError:
         raise NotKept(f"there is no {name} of episode {episode_id[:80]!r}: it was not evaluated, or not kept") from None
-    # A harness decides what is in these files: nobody is to guess at another type.
-    headers = {"content-length": str(os.fstat(file.fileno()).st_size), "x-content-type-options": "nosniff"}
-    return StreamingResponse(_chunks(file), media_type=media_type, headers=headers)
+    return _FileAnswer(file, media_type)
+
+
+class _FileAnswer(StreamingResponse):
+    """An open file, which is closed also when the client hangs up: it may have been replaced by then."""
+
+    def __init__(self, file: BinaryIO, media_type: str) -> None:
+        # A harness decides what is in these files: nobody is to guess at another type.
+        headers = {"content-length": str(os.fstat(file.fileno()).st_size), "x-content-type-options": "nosniff"}
+        super().__init__(iter(lambda: file.read(_CHUNK), b""), media_type=media_type, headers=headers)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 async def _folder(services: Services, episode_id: str) -> Path:
@@ -72,9 +84,3 @@ async def _folder(services: Services, episode_id: str) -> Path:
     if folder is None:
         raise unknown
     return folder
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while chunk := file.read(_CHUNK):
-            yield chunk

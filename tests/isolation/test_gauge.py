@@ -50,6 +50,21 @@ def test_our_own_processes() -> None:
     os.close(proc)
 
 
+async def test_names_of_an_episodes_processes(rig: Rig) -> None:
+    sandbox = await rig.create()
+    for _ in range(100):  # what made the agent's user namespace is on its way out
+        if not await sandbox.process_names():
+            break
+    script = (
+        "cp /bin/sleep '/tmp/a) b'; '/tmp/a) b' 1000 & for i in 1 2 3; do sleep 1000 & done; echo up; exec sleep 1000"
+    )
+    await rig.start_sh(sandbox, script).said("up")
+    await rig.sh(sandbox, "until [ $(pgrep -c sleep) = 4 ]; do :; done")
+    assert sorted(await sandbox.process_names()) == ["a) b", "sleep", "sleep", "sleep", "sleep"]
+    await rig.sh(sandbox, "for i in $(seq 100); do sleep 1000 & done")
+    assert len(await sandbox.process_names()) == 64
+
+
 def test_processes_that_are_gone_use_nothing() -> None:
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     gauge = Gauge(proc)
