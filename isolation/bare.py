@@ -124,10 +124,14 @@ class Bare:
         self._end_episode()  # what could not be ended at the time
         if left := processes.descendants(self.proc, os.getpid()):
             raise ValueError(f"processes of the episode before cannot be killed: {sorted(left)}")
-        for layer in reversed(spec.layers):
-            self.laid.lay(f"shared/layers/{layer}/root", "/")
+        try:
+            for layer in reversed(spec.layers):
+                self.laid.lay(f"shared/layers/{layer}/root", "/")
+            os.makedirs(f"episodes/{spec.name}/verifier")
+        except OSError:
+            self.laid.undo()
+            raise
         self.staged = len(self.laid)
-        os.makedirs(f"episodes/{spec.name}/verifier")
         self.episode = spec
         self.server.send({"id": message["id"], "ok": True})
 

@@ -136,8 +136,8 @@ def sweep(scratch: Iterable[str]) -> None:
     for record in (path for folder in scratch for path in Path(folder).glob(f"{worktree.PREFIX}*/{RECORD}")):
         with contextlib.suppress(OSError), open(record.parents[1] / "lock", "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            made = [_Made.from_line(line) for line in record.read_text(encoding="utf-8").splitlines()]
-            for one in reversed(made):
+            whole_lines = record.read_text(encoding="utf-8").split("\n")[:-1]
+            for one in reversed([_Made.from_line(line) for line in whole_lines]):
                 if not os.path.lexists(one.path) or _identity(one.path) == one.itself:
                     _remove(one)
                 else:

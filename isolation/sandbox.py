@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tbench2_env.isolation import worktree
+from tbench2_env.isolation import laid, worktree
 from tbench2_env.isolation.aiochannel import AsyncChannel
 from tbench2_env.isolation.changes import Worktree
 from tbench2_env.isolation.channel import ChannelClosed, close_all, receive_descriptors
@@ -330,6 +330,8 @@ class Spawner:
         self._lost()
         await asyncio.to_thread(self._cleaners.shutdown)
         if self._ground_fd >= 0:
+            # A helper that was killed may have left its record; with the folder that would be gone.
+            await asyncio.to_thread(laid.sweep, [str(self.folder.parent)])
             # Deletions of ours may have been in the spawner's way when it removed the folder.
             await asyncio.to_thread(worktree.remove, str(self.folder))
             os.close(self._ground_fd)

@@ -39,7 +39,7 @@ class Report:
 
 async def examine(settings: Settings) -> Report:
     """Start the isolation, look, and end it."""
-    report = Report(host=_host(), rungs={name: _not_tried(rung) for name, rung in RUNGS.items()})
+    report = Report(host=_host(), rungs={name: _not_tried(rung, settings) for name, rung in RUNGS.items()})
     report.rungs |= {config.rung: "not needed" for config in configs(settings)}
     try:
         engine, refusals = await start_engine(settings)
@@ -60,9 +60,12 @@ async def examine(settings: Settings) -> Report:
     return report
 
 
-def _not_tried(rung: Rung) -> str:
-    misfit = "does not fit this user and namespace"
-    return misfit if rung.isolated else "not isolated; only with TB2_ISOLATION=none and MAX_CONCURRENT_ENVS=1"
+def _not_tried(rung: Rung, settings: Settings) -> str:
+    if not rung.isolated:
+        return "not isolated; only with TB2_ISOLATION=none and MAX_CONCURRENT_ENVS=1"
+    if settings.isolation != "auto":
+        return f"not tried: TB2_ISOLATION={settings.isolation}"
+    return "does not fit this user and namespace"
 
 
 def _host() -> dict[str, str]:

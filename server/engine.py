@@ -120,7 +120,8 @@ def _tell(engine: Engine, refusals: dict[str, str]) -> None:
     for refused, reason in refusals.items():
         log.warning("a better rung is not to be had", rung=refused, reason=reason)
     spawner = engine.spawner
-    log.info("isolation works", rung=spawner.rung.name, title=spawner.rung.title, scratch=str(spawner.folder))
+    found = "isolation works" if spawner.rung.isolated else "nothing is isolated, as TB2_ISOLATION=none wants it"
+    log.info(found, rung=spawner.rung.name, title=spawner.rung.title, scratch=str(spawner.folder))
     for lack in engine.lacks():
         log.warning("this host lacks something", lack=lack)
 

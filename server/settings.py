@@ -119,5 +119,13 @@ class Settings(BaseSettings):
         try:
             return cls()
         except ValidationError as error:
-            lines = [f"{each['loc'][0]}: {each['msg'].removeprefix('Value error, ')}" for each in error.errors()]
+            lines = [
+                f"{_variable(each['loc'])}: {each['msg'].removeprefix('Value error, ')}" for each in error.errors()
+            ]
             raise SettingsError("; ".join(lines)) from None
+
+
+def _variable(location: tuple[int | str, ...]) -> str:
+    """The variable's name, also where it is a default that cannot be served."""
+    field = Settings.model_fields.get(str(location[0]))
+    return str(location[0] if field is None else field.validation_alias)

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from support.server import descendants
+from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.laid import RECORD, Laid, sweep
 from tbench2_env.isolation.sandbox import Sandbox, SandboxError, Spawner
 from tbench2_env.isolation.spec import SandboxSpec, SpawnerConfig
 from tbench2_env.isolation.worktree import claim_folder
 
+from .child import as_root
 from .rig import Running, bash, is_alive, own_descriptors, until
 
 StartSpawner = Callable[[], AbstractAsyncContextManager[Spawner]]
@@ -128,6 +130,19 @@ def test_a_link_in_the_place_of_what_was_made_is_not_followed(node: Path, task: 
     (node / "app").symlink_to("etc")
     laid.undo()
     assert not os.path.lexists(node / "app")
+    assert (node / "etc/mine").read_text() == "mine\n"
+
+
+@as_root
+def test_what_an_agent_mounted_is_unmounted_and_not_removed(node: Path, task: Path, laid: Laid) -> None:
+    sc.unshare(sc.CLONE_NEWNS)
+    sc.mount("", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
+    laid.lay(str(task), str(node))
+    (node / "app/a folder, été").mkdir()
+    for place in ("app/empty", "app/a folder, été", "app"):
+        sc.mount(str(node / "etc"), str(node / place), flags=sc.MS_BIND)
+    laid.undo()
+    assert sorted(path.name for path in node.iterdir()) == ["etc", "opt"]
     assert (node / "etc/mine").read_text() == "mine\n"
 
 

@@ -16,7 +16,7 @@ from support.processes import matching
 from support.server import MakeServer, Server, eventually
 from support.tasks import make_task
 from support.throwaway import NOBODY, THROWAWAY
-from tbench2_env import CapacityReached, ConnectionClosed, ExecutionFailed
+from tbench2_env import CapacityReached, ConnectionClosed, ExecutionFailed, Tbench2Action
 
 NONE = {"TB2_ISOLATION": "none", "MAX_CONCURRENT_ENVS": "1"}
 DOCKERFILE = "FROM debian\nWORKDIR /app/work\nCOPY data.txt .\nCOPY conf /etc/tbench2-conf\nCOPY data.txt /srv/a/b\n"
@@ -40,7 +40,7 @@ def start(make_server: MakeServer, tmp_path: Path, on_node: tuple[str, ...]) -> 
         make_task(tmp_path / "tasks", "ok", dockerfile=dockerfile, files=FILES)
         if nobody:
             os.chown(tmp_path, NOBODY, NOBODY)
-            (tmp_path / "server-0").mkdir()
+            env = {**env, "TB2_OUTPUT_DIR": str(tmp_path / "runs"), "TB2_SCRATCH_DIR": str(tmp_path / "scratch")}
         wrap = (*on_node, *(["--nobody"] if nobody else []), "--")
         started.append(make_server({**NONE, **env}, tasks=tmp_path / "tasks", wrap=wrap))
         return started[-1]
@@ -48,6 +48,7 @@ def start(make_server: MakeServer, tmp_path: Path, on_node: tuple[str, ...]) -> 
     yield start
     for server in started:
         assert server.stop() in (0, -signal.SIGKILL)
+    assert not list(tmp_path.glob("scratch/*"))
 
 
 def root(server: Server) -> Path:
@@ -77,7 +78,7 @@ async def test_episodes_one_after_the_other(start: StartServer) -> None:
             assert there(node, LAID) == list(LAID)
         eventually(lambda: not there(node, LAID), 5, lambda: str(there(node, LAID)))
         assert (node / "srv").is_dir()
-    assert len(server.descendants()) == 1
+    eventually(lambda: len(server.descendants()) == 1, 5)
     assert not there(Path("/"), (*LAID, *STAGED)), "nothing of it was on the real node"
 
 
@@ -92,7 +93,33 @@ async def test_what_an_episode_started_ends_with_it(start: StartServer) -> None:
         eventually(lambda: not matching("sleep 4343"), 5)
         assert len(matching("sleep 4242")) == 2
     eventually(lambda: not matching("sleep 4242"), 5)
-    assert len(server.descendants()) == 1
+    eventually(lambda: len(server.descendants()) == 1, 5)
+
+
+async def test_a_terminal_works_as_ever(start: StartServer) -> None:
+    server = start()
+    async with server.client() as env:
+        await env.reset(task_id="ok")
+        first = await env.exec("tty; setsid sleep 4848 & read line; echo got $line", session_id="t", block=False)
+        assert first.output.startswith("/dev/pts/")
+        action = Tbench2Action(action_type="write", session_id="t", command="this\n")
+        assert (await env.step(action)).observation.output.endswith("got this\r\n")
+        assert matching("sleep 4848")
+    eventually(lambda: not matching("sleep 4848"), 5)
+
+
+async def test_a_killed_helper_is_replaced_and_what_it_laid_out_removed(start: StartServer) -> None:
+    server = start()
+    async with server.client() as env:
+        await env.reset(task_id="ok")
+        await env.exec("echo ok > out.txt")
+        (helper,) = server.descendants()
+        os.kill(helper, signal.SIGKILL)
+        answer = await env.exec("pwd")
+        assert (answer.success, "the spawner process died" in str(answer.error)) == (False, True)
+    async with server.client() as env:
+        await env.reset(task_id="ok")
+        assert (await env.exec("ls")).output == "data.txt\n"
 
 
 async def test_what_a_verifier_leaves_ends_with_it(start: StartServer, tmp_path: Path) -> None:
@@ -110,10 +137,11 @@ async def test_what_a_verifier_leaves_ends_with_it(start: StartServer, tmp_path:
 
 async def test_a_verifier_that_takes_too_long(start: StartServer, tmp_path: Path) -> None:
     server = start()
-    toml = 'version = "1.0"\n[verifier]\ntimeout_sec = 1.0\n'
+    toml = 'version = "1.0"\n[verifier]\ntimeout_sec = 1.0\n[environment]\nallow_internet = false\n'
     make_task(tmp_path / "tasks", "slow", "setsid sleep 4646 & sleep 4646\n", toml=toml)
     async with server.client() as env:
-        await env.reset(task_id="slow")
+        unmet = (await env.reset(task_id="slow")).observation.info["unmet"]
+        assert any(text.endswith("shares the host's network (TB2_ISOLATION=none)") for text in unmet), unmet
         verdict = await env.evaluate()
         assert verdict.reward is None
         assert "timed out" in str(verdict.observation.error)
@@ -229,8 +257,7 @@ def test_it_wants_one_slot(tmp_path: Path, on_node: tuple[str, ...], slots: str)
     done = run(tmp_path, on_node, {"TB2_ISOLATION": "none", "MAX_CONCURRENT_ENVS": slots})
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "TB2_ISOLATION=none" in line
-    assert "MAX_CONCURRENT_ENVS=1" in line
+    assert line.startswith("tbench2_env: MAX_CONCURRENT_ENVS: 8 episodes need isolation: with TB2_ISOLATION=none, set")
 
 
 def test_it_has_no_network_of_its_own(tmp_path: Path, on_node: tuple[str, ...]) -> None:
@@ -244,6 +271,7 @@ def test_doctor_says_that_it_does_not_isolate(tmp_path: Path, on_node: tuple[str
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert (report["works"], report["rung"]) == (False, "none")
+    assert report["rungs"]["1"] == "not tried: TB2_ISOLATION=none"
     assert report["rungs"]["none"] == "chosen: not isolated: one episode at a time on the node itself"
     assert any("server's rights" in lack for lack in report["lacks"])
     without = run(tmp_path, on_node, {}, "doctor", "--json")
