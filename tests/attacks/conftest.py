@@ -1,14 +1,13 @@
 """One campaign for each setting of a server: all its attacks, many at a time. The tests look at what came of each."""
 
 import asyncio
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from support.server import Server
+from support.server import Server, rungs_under_test
 
 from .fixture_tasks import make_all
 from .frame import Attack, Outcome, Tamper, carry_out, load
@@ -33,8 +32,7 @@ class Setting:
         return self.tamper is Tamper.REPORT or bool(attack.tampers)
 
 
-#: TB2_ATTACK_RUNGS=1,2,4 attacks servers on these rungs.
-RUNGS = os.environ.get("TB2_ATTACK_RUNGS", "auto").split(",")
+RUNGS = rungs_under_test()
 SETTINGS = [*(Setting(rung) for rung in RUNGS), Setting(RUNGS[0], Tamper.DROP), Setting(RUNGS[0], Tamper.RESTORE)]
 #: Outcomes by attack.
 Campaign = Callable[[Setting], dict[str, Outcome]]

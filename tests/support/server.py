@@ -107,6 +107,11 @@ class Server:
         assert str(self.scratch) not in Path("/proc/self/mountinfo").read_text(), "a mount leaked into the host"
 
 
+def rungs_under_test() -> list[str]:
+    """Rungs of the isolation ladder to try: TB2_TEST_RUNGS=1,2,4, or the best one here."""
+    return os.environ.get("TB2_TEST_RUNGS", "auto").split(",")
+
+
 #: The fixture `make_server`.
 MakeServer = Callable[..., Server]
 
