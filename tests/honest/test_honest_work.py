@@ -13,7 +13,7 @@ from tbench2_env import Tbench2Env
 
 from .works import WORKS, Needs
 
-_TEST = "if bash -e /tests/check.sh; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+_TEST = "bash -e /tests/check.sh && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n"
 _TOML = "[verifier]\ntimeout_sec = 60\n[environment]\nallow_internet = {internet}\n"
 _COMMAND_TIMEOUT_S = 150
 _ONE_ID = "one user id only"

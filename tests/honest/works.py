@@ -29,7 +29,8 @@ def _install(*packages: str) -> str:
     patience = "-o Acquire::Retries=1 -o Acquire::http::Timeout=15"
     return (
         f"export DEBIAN_FRONTEND=noninteractive; apt-get {patience} update -q 2>&1 | tail -2 && apt-get {patience}"
-        f" install -qy --no-install-recommends {' '.join(packages)} > /tmp/apt.log 2>&1 || {{ tail -5 /tmp/apt.log; false; }}"
+        f" install -qy --no-install-recommends {' '.join(packages)} > /tmp/apt.log 2>&1 || {{ tail -5 "
+        f"/tmp/apt.log; false; }}"
     )
 
 
@@ -60,7 +61,8 @@ WORKS = {
     ),
     "PATH set in /etc/profile.d": Work(
         (
-            "mkdir -p /opt/suite/bin; printf '#!/bin/sh\\necho suite 3\\n' > /opt/suite/bin/suite; chmod +x /opt/suite/bin/*",
+            "mkdir -p /opt/suite/bin; printf '#!/bin/sh\\necho suite 3\\n' > /opt/suite/bin/suite; "
+            "chmod +x /opt/suite/bin/*",
             "echo 'export PATH=/opt/suite/bin:$PATH SUITE_HOME=/opt/suite' > /etc/profile.d/suite.sh",
         ),
         '[ "$(bash -lc suite)" = "suite 3" ]\n[ "$(bash -lc \'echo $SUITE_HOME\')" = /opt/suite ]',
@@ -90,19 +92,22 @@ WORKS = {
             "while :; do date +%s%N >> /data/ticks; sleep 0.1; done\nEOF\nchmod +x /usr/local/sbin/ticker",
             "setsid ticker >/dev/null 2>&1 </dev/null & disown",
         ),
-        "before=$(wc -l < /data/ticks)\nfor i in {1..50}; do sleep 0.1; [ $(wc -l < /data/ticks) -gt $((before + 1)) ] && break; done\n"
+        "before=$(wc -l < /data/ticks)\nfor i in {1..50}; do sleep 0.1; "
+        "[ $(wc -l < /data/ticks) -gt $((before + 1)) ] && break; done\n"
         "[ $(wc -l < /data/ticks) -gt $((before + 1)) ]",
     ),
     "a chroot jail": Work(
         (
             "mkdir -p /jail/{bin,etc,tmp}; cp /bin/bash /bin/cat /jail/bin/; echo inside > /jail/etc/where",
-            "for lib in $(ldd /bin/bash /bin/cat | grep -o '/[^ :]*so[^ ]*'); do mkdir -p /jail${lib%/*}; cp -L $lib /jail$lib; done",
+            "for lib in $(ldd /bin/bash /bin/cat | grep -o '/[^ :]*so[^ ]*'); do mkdir -p /jail${lib%/*}; "
+            "cp -L $lib /jail$lib; done",
         ),
         '[ "$(chroot /jail /bin/cat /etc/where)" = inside ]\nchroot /jail /bin/bash -c \'[ ! -e /usr/bin/python3 ]\'',
     ),
     "a python package rebuilt into the system": Work(
         (
-            "mkdir -p lib/tally; echo 'def count(n): return n + 1' > lib/tally/__init__.py; cat > lib/setup.py <<'EOF'\n"
+            "mkdir -p lib/tally; echo 'def count(n): return n + 1' > lib/tally/__init__.py; "
+            "cat > lib/setup.py <<'EOF'\n"
             "from setuptools import setup\nsetup(name='tally', version='2.0', packages=['tally'])\nEOF\n"
             "cd lib && python3 setup.py -q install --root / --single-version-externally-managed 2>&1 | tail -3",
         ),
@@ -116,12 +121,15 @@ WORKS = {
             "at=$(venv/bin/python -c 'import site; print(site.getsitepackages()[0])'); cat > $at/fast.py <<'EOF'\n"
             "import ctypes\ntwice = ctypes.CDLL('/app/venv/fast.so').twice\nEOF",
         ),
-        '[ "$(venv/bin/python -c \'import fast; print(fast.twice(21))\')" = 42 ]\n! python3 -c "import fast" 2>/dev/null',
+        '[ "$(venv/bin/python -c \'import fast; print(fast.twice(21))\')" = 42 ]\n'
+        '! python3 -c "import fast" 2>/dev/null',
     ),
     "a library for everybody, by ldconfig": Work(
         (
-            "echo 'int answer(void) { return 42; }' > answer.c; gcc -shared -fPIC -o /usr/local/lib/libanswer.so answer.c; ldconfig",
-            "printf '#include <stdio.h>\\nint answer(void);\\nint main(void) { printf(\"%%d\\\\n\", answer()); }\\n' > main.c;"
+            "echo 'int answer(void) { return 42; }' > answer.c; "
+            "gcc -shared -fPIC -o /usr/local/lib/libanswer.so answer.c; ldconfig",
+            "printf '#include <stdio.h>\\nint answer(void);\\nint main(void) { printf(\"%%d\\\\n"
+            "\", answer()); }\\n' > main.c;"
             " gcc -o /usr/local/bin/answer main.c -lanswer",
         ),
         '[ "$(answer)" = 42 ]\nldconfig -p | grep -q libanswer.so',
@@ -129,7 +137,8 @@ WORKS = {
     "a project with its own conftest.py and pytest.ini": Work(
         (
             "printf '[pytest]\\npythonpath = src\\n' > pytest.ini; mkdir -p src tests",
-            "echo 'import sys; sys.modules.setdefault(\"settings\", sys)' > conftest.py; echo 'def f(): return 7' > src/thing.py",
+            "echo 'import sys; sys.modules.setdefault(\"settings\", sys)' > conftest.py; "
+            "echo 'def f(): return 7' > src/thing.py",
         ),
         "export PYTHONPATH=/tests/kit\ncp /tests/hidden_test.py /app/tests/test_thing.py\n"
         "python3 -m pytest -q -p no:cacheprovider tests/test_thing.py",
@@ -138,7 +147,8 @@ WORKS = {
         (
             "mkdir -p /data; cat > keep.py <<'EOF'\nimport sqlite3, time\n"
             "db = sqlite3.connect('/data/shop.db', isolation_level=None)\ndb.execute('pragma journal_mode=wal')\n"
-            "db.execute('create table sales (price int)')\ndb.executemany('insert into sales values (?)', [(4,), (38,)])\n"
+            "db.execute('create table sales (price int)')\n"
+            "db.executemany('insert into sales values (?)', [(4,), (38,)])\n"
             "open('/run/ready', 'w').close()\ntime.sleep(1000)\nEOF\nnohup python3 keep.py >/dev/null 2>&1 &"
             " for i in {1..200}; do [ -e /run/ready ] && break; sleep 0.05; done; ls /data",
         ),
@@ -154,57 +164,73 @@ WORKS = {
         (
             "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 9 -subj /CN=localhost"
             " -addext subjectAltName=DNS:localhost 2>/dev/null; cp cert.pem /usr/local/share/ca-certificates/own.crt",
-            "update-ca-certificates 2>&1 | tail -1; nohup openssl s_server -quiet -accept 8443 -cert cert.pem -key key.pem"
+            "update-ca-certificates 2>&1 | tail -1; "
+            "nohup openssl s_server -quiet -accept 8443 -cert cert.pem -key key.pem"
             " -WWW >/dev/null 2>&1 & echo up > index.html",
         ),
-        _WAIT + "wait_for curl -sf https://localhost:8443/index.html\ncurl -s https://localhost:8443/index.html | grep -q up",
+        _WAIT + "wait_for curl -sf https://localhost:8443/index.html\n"
+        "curl -s https://localhost:8443/index.html | grep -q up",
     ),
     "users and groups, as mailman wants them": Work(
         (
-            "groupadd list; useradd --system --create-home --home-dir /var/lib/mailman3 --gid list --shell /bin/sh list",
-            "mkdir -p /etc/mailman3 /var/mail; echo x > /var/mail/ann; chown list:list /var/mail/ann; chmod 640 /var/mail/ann",
+            "groupadd mailman; useradd --system --create-home --home-dir /var/lib/mailman3 --gid mailman "
+            "--shell /bin/sh mailman",
+            "mkdir -p /etc/mailman3 /var/mail; echo x > /var/mail/ann; chown mailman:mailman /var/mail/ann; "
+            "chmod 640 /var/mail/ann",
         ),
-        '[ "$(su list -c "id -un; id -gn" | xargs)" = "list list" ]\n[ "$(stat -c %U:%G /var/mail/ann)" = list:list ]\n'
-        "getent passwd list | grep -q /var/lib/mailman3\n! su nobody -s /bin/sh -c 'cat /var/mail/ann' 2>/dev/null",
+        '[ "$(su mailman -c "id -un; id -gn" | xargs)" = "mailman mailman" ]\n'
+        '[ "$(stat -c %U:%G /var/mail/ann)" = mailman:mailman ]\n'
+        "getent passwd mailman | grep -q /var/lib/mailman3\n"
+        "! su nobody -s /bin/sh -c 'cat /var/mail/ann' 2>/dev/null",
         Needs.IDS,
     ),
     "a git server with a user git": Work(
         (
             "useradd --create-home --shell /usr/bin/git-shell git; mkdir -p /srv/git",
             "git init -q --bare -b main /srv/git/shop.git; chown -R git:git /srv/git",
-            "setsid su git -s /bin/bash -c 'exec git daemon --reuseaddr --export-all --enable=receive-pack --base-path=/srv/git'"
-            " >/dev/null 2>&1 & cat > /srv/git/shop.git/hooks/post-receive <<'EOF'\n#!/bin/sh\necho deployed > /srv/git/deployed\nEOF\n"
+            "setsid su git -s /bin/bash -c 'exec git daemon --reuseaddr --export-all --enable=receive-pack "
+            "--base-path=/srv/git'"
+            " >/dev/null 2>&1 & cat > /srv/git/shop.git/hooks/post-receive <<'EOF'\n#!/bin/sh\n"
+            "echo deployed > /srv/git/deployed\nEOF\n"
             "chmod +x /srv/git/shop.git/hooks/post-receive",
         ),
-        _WAIT + "cd $(mktemp -d)\nwait_for git ls-remote git://localhost/shop.git\ngit clone -q git://localhost/shop.git\ncd shop\n"
+        _WAIT + "cd $(mktemp -d)\nwait_for git ls-remote git://localhost/shop.git\n"
+        "git clone -q git://localhost/shop.git\ncd shop\n"
         "echo x > f\ngit add f\ngit -c user.name=t -c user.email=t@t commit -qm f\ngit push -q origin HEAD:main\n"
-        '[ "$(cat /srv/git/deployed)" = deployed ]\n[ "$(stat -c %U /srv/git/deployed)" = git ]\npgrep -u git git-daemon',
+        '[ "$(cat /srv/git/deployed)" = deployed ]\n[ "$(stat -c %U /srv/git/deployed)" = git ]\n'
+        'pgrep -u git git-daemon',
         Needs.IDS,
     ),
     "a package of Debian's": Work(
-        (_install("hello"),), '[ "$(hello)" = "Hello, world!" ]\ndpkg -s hello | grep -q "install ok installed"', Needs.DEBIAN
+        (_install("hello"),),
+        '[ "$(hello)" = "Hello, world!" ]\ndpkg -s hello | grep -q "install ok installed"',
+        Needs.DEBIAN,
     ),
     "sshd and a user with a password": Work(
         (
             _install("openssh-server"),
             "useradd -m -s /bin/bash ann; echo 'ann:secret-1' | chpasswd; mkdir -p /run/sshd",
-            "sed -i 's/^#*PasswordAuthentication.*/PasswordAuthentication yes/' /etc/ssh/sshd_config; /usr/sbin/sshd -p 2222",
+            "sed -i 's/^#*PasswordAuthentication.*/PasswordAuthentication yes/' /etc/ssh/sshd_config; "
+            "/usr/sbin/sshd -p 2222",
         ),
         "printf '#!/bin/sh\\necho secret-1\\n' > /tmp/pass; chmod +x /tmp/pass\n"
         "export SSH_ASKPASS=/tmp/pass SSH_ASKPASS_REQUIRE=force\n"
-        "out=$(setsid ssh -p 2222 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null ann@localhost 'id -un; pwd')\n"
+        "out=$(setsid ssh -p 2222 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null ann@localhost "
+        "'id -un; pwd')\n"
         '[ "$(echo $out)" = "ann /home/ann" ]',
         Needs.DEBIAN,
     ),
     "nginx with a configuration of its own": Work(
         (
             _install("nginx-light"),
-            "mkdir -p /var/www/shop; echo '<h1>shop</h1>' > /var/www/shop/index.html; cat > /etc/nginx/conf.d/shop.conf <<'EOF'\n"
+            "mkdir -p /var/www/shop; echo '<h1>shop</h1>' > /var/www/shop/index.html; "
+            "cat > /etc/nginx/conf.d/shop.conf <<'EOF'\n"
             "log_format brief '$request_uri $status';\nserver { listen 8080; root /var/www/shop;\n"
             " access_log /var/log/nginx/shop.log brief; error_page 404 /index.html; }\nEOF\nnginx -t 2>&1; nginx",
         ),
         _WAIT + "wait_for curl -sf http://localhost:8080/\ncurl -s http://localhost:8080/nothing | grep -q shop\n"
-        "grep -qx '/nothing 404' /var/log/nginx/shop.log\npgrep -u www-data nginx\nnginx -T 2>/dev/null | grep -q 'listen 8080'",
+        "grep -qx '/nothing 404' /var/log/nginx/shop.log\npgrep -u www-data nginx\n"
+        "nginx -T 2>/dev/null | grep -q 'listen 8080'",
         Needs.DEBIAN,
     ),
 }  # fmt: skip
