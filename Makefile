@@ -14,9 +14,11 @@ demo: $(STAMP)
 # every process and descriptor of their worker. The others look only at what is below servers of their own, and wait
 # more than they compute: three workers keep two cores busy.
 ISOLATION := tests/isolation --numprocesses 2 --dist loadfile
+ELSEWHERE := $(addprefix --ignore=tests/,isolation attacks hosts)
 test: lint
 	.venv/bin/python -m pytest $(ISOLATION)
-	.venv/bin/python -m pytest --ignore=tests/isolation --ignore=tests/hosts --numprocesses 3 --dist worksteal
+	.venv/bin/python -m pytest tests/attacks
+	.venv/bin/python -m pytest $(ELSEWHERE) --numprocesses 3 --dist worksteal
 
 hosts: $(STAMP)
 	.venv/bin/python -m pytest tests/hosts
