@@ -24,7 +24,7 @@ _RESTORED_MAX_BYTES = 64 << 20
 _NONE, _FOLDER, _OPAQUE, _OTHER = "none", "folder", "opaque", "other"
 
 
-#: What stands in the place of a file in the root folder, which cannot have a cover: an empty one.
+#: What stands in the place of a file that is blanked.
 _EMPTY = "shared/empty"
 
 
@@ -34,9 +34,8 @@ class CannotCover(OSError):
 
 def make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> list[tuple[int, str]]:
     """Detached mounts for `cover` on worktree `name` and where they belong. Raises: CannotCover, OSError."""
-    if cover.folder == "/":
-        return [(_empty_file(), f"/{entry}") for entry in cover.hidden]
-    return [(_make(ground, name, layers, cover), cover.folder)]
+    made = [(_make(ground, name, layers, cover), cover.folder)] if cover.hidden or cover.restored else []
+    return [*made, *((_empty_file(), f"{cover.folder.rstrip('/')}/{entry}") for entry in cover.blank)]
 
 
 def _make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> int:

@@ -207,12 +207,13 @@ class Cover(_Data):
     """A folder in which a verifier sees something else than the agent left there, and makes changes of its own.
 
     Of the entries named, those in `hidden` are not there, and those in `restored` are as they were before the agent.
-    In the root folder there are only files to be hidden, and empty ones stand in their place.
+    `blank` are files in whose place there are empty ones; with nothing else to do the folder itself is not covered.
     """
 
     folder: str
     hidden: tuple[str, ...] = ()
     restored: tuple[str, ...] = ()
+    blank: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,9 @@ _ENTRIES_MAX = 50_000
 #: Of a new python package so many entries are looked at: its RECORD could be forged anyway.
 _NEW_PACKAGE_MAX = 1_000
 _NAMED_IN_DROP = 3
+#: Changes of the working directory that are looked at for links into /tests, and links that one of them leads through.
+_LINKS_MAX, _LINK_HOPS = 10_000, 8
+_THROUGH_PROC = re.compile(r"^/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/root(?:/|$)")
 _ENTRY_POINTS_MAX_BYTES = 1 << 18
 _HAS_PYTEST_PLUGIN = re.compile(rb"^\s*\[\s*pytest11\s*\]", re.MULTILINE)
 #: Such lines of a .pth are executed (docs.python.org, module site).
@@ -82,6 +85,7 @@ class _Scan:
                     if not self._packages.explains(change):
                         yield Tampered(change, rule.reason, rule.never, rule.quiet)
         yield from self._from_workdir()
+        yield from self._links_to_tests()
         yield from self._programs()
         yield from self._libraries()
         yield from in_python
@@ -122,6 +126,26 @@ class _Scan:
         for name in self._worktree.names(folder, Budget(_ENTRIES_MAX)):
             if name.endswith(_METADATA_FOLDERS):
                 yield from self._plugin(folder, name)
+
+    def _links_to_tests(self) -> Iterator[Tampered]:
+        """An answer that is a link to the expected answer equals it; to an agent such a link leads nowhere."""
+        folder = self._worktree.find(self._workdir) if self._workdir else None
+        if not isinstance(folder, Folder):
+            return
+        for change in self._worktree.walk(folder, Budget(_LINKS_MAX)):
+            if _is_link(change) and self._leads_to_tests(change.path):
+                yield Tampered(change, "a link to what only verifiers have", never=True)
+
+    def _leads_to_tests(self, path: str) -> bool:
+        for _ in range(_LINK_HOPS):
+            text = self._worktree.readlink(path)
+            if not text:
+                return False
+            # Of /proc only what comes back to the root matters; the rest is no way to a file of the tests.
+            path = _THROUGH_PROC.sub("/", posixpath.normpath(posixpath.join(posixpath.dirname(path), text)))
+            if f"{path}/".startswith(("/tests/", "/logs/verifier/")):
+                return True
+        return False
 
     # ------------------------------------------------------------ programs and libraries
     def _programs(self) -> Iterator[Tampered]:
@@ -309,11 +333,20 @@ class Watch:
             more = f" and {len(self._found) - _NAMED_IN_DROP} more" if len(self._found) > _NAMED_IN_DROP else ""
             raise NoVerdict(Reason.TAMPERED, f"no verdict: what verifiers trust was changed: {paths}{more}")
         try:
-            yield cleanstart.covers(fresh, restore=self._mode == "restore")
+            yield self._covers(fresh)
         except NoVerdict:
             await self._settle()
             raise
         await self._settle()
+
+    def _covers(self, found: list[Tampered]) -> list[Cover]:
+        shared = cleanstart.Shared(self._env.get("HOME", "/root"), self._workdir)
+        try:
+            return cleanstart.covers(found, shared, restore=self._mode == "restore")
+        except cleanstart.CannotHide as error:
+            path = printable(str(error))
+            message = f"no verdict: a verifier must not see {path}, and it cannot be hidden as it is"
+            raise NoVerdict(Reason.TAMPERED, message) from None
 
     async def _settle(self) -> None:
         agents = {each.identity for each in self._found}

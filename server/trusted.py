@@ -36,6 +36,11 @@ TRUSTED = (
     Trusted("read by pip or uv", (
         "~/.config/pip", "~/.pip", "~/.config/uv", "~/uv.toml", "/uv.toml",
     ), never=True, quiet=True),
+    # With `output = /logs/verifier/reward.json` a harness's own curl forges the reward. What an agent wants of curl it
+    # can say on its own command lines.
+    Trusted("read by curl or wget", (
+        "~/.curlrc", "~/.config/curlrc", "~/.wgetrc", "~/.netrc",
+    ), never=True),
     Trusted("the loader finds libraries by it", ("/etc/ld.so.conf", "/etc/ld.so.conf.d/*")),
     Trusted("a folder of programs or libraries", ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")),
     Trusted("python's own start-up", ("/etc/python3*/**",)),
@@ -51,7 +56,7 @@ TRUSTED = (
     )),
     Trusted("read by pip, uv, curl, wget or git", (
         "/etc/pip.conf", "/etc/xdg/pip/**", "/etc/uv/**",
-        "/etc/curlrc", "~/.curlrc", "~/.config/curlrc", "/etc/wgetrc", "~/.wgetrc", "~/.netrc",
+        "/etc/curlrc", "/etc/wgetrc",
         "/etc/gitconfig", "~/.gitconfig", "~/.config/git/**",
     )),
     Trusted("programs and libraries of the user", ("~/.local/bin/**", "~/.cargo/bin/**")),

@@ -71,7 +71,8 @@ class Attack:
     `expects` is what the unsolved task may get. `tampers` is a path that a verifier has to trust and that the attack
     changes: the verdict is then up to TB2_TAMPER. `ran` is a command that succeeds after the grade if the attack did
     take place. `alone` attacks use up what the whole node has, and are not made beside others.
-    `hole` says why the attack works today.
+    `inherent`: it works where it is only reported, because agent and verifier share the file system.
+    `restored` is what it may get with TB2_TAMPER=restore.
     """
 
     task: str
@@ -80,7 +81,8 @@ class Attack:
     tampers: str = ""
     ran: str = ""
     alone: bool = False
-    hole: str = ""
+    inherent: bool = False
+    restored: Verdicts = Verdicts.ZERO
 
 
 @dataclass

@@ -11,21 +11,12 @@ import pytest
 from .conftest import ATTACKS, SETTINGS, Campaign, Setting
 from .frame import Attack, Outcome, Tamper, Verdicts
 
-#: What is still to be done. An attack that is refused all the same fails its test, so these flip loudly.
-PENDING = {
-    Tamper.REPORT: "info.tampered is not written yet",
-    Tamper.DROP: "TB2_TAMPER=drop is not there yet",
-    Tamper.RESTORE: "TB2_TAMPER=restore is not there yet",
-}
-
 
 def cases() -> Iterator[object]:
     for setting in SETTINGS:
         for name, attack in ATTACKS.items():
             if setting.includes(attack):
-                reason = attack.hole or (PENDING.get(setting.tamper) if attack.tampers else None)
-                marks = [pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)] if reason else []
-                yield pytest.param(setting, name, id=f"{setting}-{name}", marks=marks)
+                yield pytest.param(setting, name, id=f"{setting}-{name}")
 
 
 @pytest.mark.timeout(300)
@@ -44,10 +35,11 @@ def assert_tampering_is_dealt_with(attack: Attack, tamper: Tamper, outcome: Outc
     match tamper:
         case Tamper.REPORT:
             assert attack.tampers in [entry["path"] for entry in outcome.info.get("tampered", [])], outcome
+            assert (outcome.reward == 1.0) is attack.inherent, outcome
         case Tamper.DROP:
             assert (outcome.reward, outcome.no_verdict) == (None, "tampered"), outcome
         case Tamper.RESTORE:
-            assert_verdict(outcome, Verdicts.ZERO)
+            assert_verdict(outcome, attack.restored)
 
 
 def assert_verdict(outcome: Outcome, expected: Verdicts) -> None:

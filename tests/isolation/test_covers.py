@@ -54,7 +54,7 @@ async def test_folders_in_the_way_are_told_of(rig: Rig) -> None:
     )
     for folder in ("/srv/link", "/srv/file", "/app", "/nowhere", "/srv/d/e"):
         with pytest.raises(SandboxError, match=f"{folder} is no folder that can be covered"):
-            await rig.verify(sandbox, layer, [Cover(folder)])
+            await rig.verify(sandbox, layer, [Cover(folder, hidden=("x",))])
     assert (await rig.verify(sandbox, layer)).status == 0
 
 
@@ -62,7 +62,7 @@ async def test_an_opaque_folder_hides_what_was_there(rig: Rig) -> None:
     layer = rig.layer({"opt/kit/old": "task"}, test=LOOK.format("/opt/kit"))
     sandbox = await rig.create(layer)
     await rig.sh(sandbox, "rm -r /opt/kit; mkdir /opt/kit; echo agent >/opt/kit/new")
-    assert (await rig.verify(sandbox, layer, [Cover("/opt/kit")])).lines == ["new agent"]
+    assert (await rig.verify(sandbox, layer, [Cover("/opt/kit", hidden=("nothing",))])).lines == ["new agent"]
     assert (await rig.verify(sandbox, layer, [Cover("/opt/kit", restored=("old",))])).lines == ["new agent", "old task"]
 
 
@@ -70,7 +70,7 @@ async def test_files_in_the_root_folder(rig: Rig) -> None:
     layer = rig.layer(test="ls -s /planted; cat /planted; echo more >/planted || echo read-only")
     sandbox = await rig.create(layer)
     await rig.sh(sandbox, "echo agent >/planted")
-    done = await rig.verify(sandbox, layer, [Cover("/", hidden=("planted",))])
+    done = await rig.verify(sandbox, layer, [Cover("/", blank=("planted",))])
     assert (done.lines[0], done.lines[-1]) == ("0 /planted", "read-only")
     assert (await rig.sh(sandbox, "cat /planted")).output == "agent\n"
     assert (await rig.verify(sandbox, layer)).lines[1] == "agent"

