@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import matching
+from support.processes import running
 from support.server import MakeServer, Server, eventually
 from support.tasks import make_task
 from support.throwaway import NOBODY, THROWAWAY
@@ -87,12 +87,12 @@ async def test_what_an_episode_started_ends_with_it(start: StartServer) -> None:
     async with server.client() as env:
         await env.reset(task_id="ok")
         await env.exec("setsid sleep 4242 & (setsid setsid sleep 4242 &) ; sleep 0.3")
-        eventually(lambda: len(matching("sleep 4242")) == 2, 5)
+        eventually(lambda: len(running(server, "sleep 4242")) == 2, 5)
         timed_out = await env.exec("echo begun; setsid sleep 4343")
         assert (timed_out.output.splitlines()[0], timed_out.info["timed_out"]) == ("begun", True)
-        eventually(lambda: not matching("sleep 4343"), 5)
-        assert len(matching("sleep 4242")) == 2
-    eventually(lambda: not matching("sleep 4242"), 5)
+        eventually(lambda: not running(server, "sleep 4343"), 5)
+        assert len(running(server, "sleep 4242")) == 2
+    eventually(lambda: not running(server, "sleep 4242"), 5)
     eventually(lambda: len(server.descendants()) == 1, 5)
 
 
@@ -100,12 +100,17 @@ async def test_a_terminal_works_as_ever(start: StartServer) -> None:
     server = start()
     async with server.client() as env:
         await env.reset(task_id="ok")
-        first = await env.exec("tty; setsid sleep 4848 & read line; echo got $line", session_id="t", block=False)
-        assert first.output.startswith("/dev/pts/")
-        action = Tbench2Action(action_type="write", session_id="t", command="this\n")
-        assert (await env.step(action)).observation.output.endswith("got this\r\n")
-        assert matching("sleep 4848")
-    eventually(lambda: not matching("sleep 4848"), 5)
+        command = "tty; setsid sleep 4848 & read line; echo got $line"
+        seen = (await env.exec(command, session_id="t", block=False)).output
+        for action in (
+            Tbench2Action(action_type="write", session_id="t", command="this\n"),
+            Tbench2Action(action_type="wait", session_id="t", wait_seconds=10.0),
+        ):
+            seen += (await env.step(action)).observation.output
+        assert seen.startswith("/dev/pts/")
+        assert seen.endswith("got this\r\n")
+        assert running(server, "sleep 4848")
+    eventually(lambda: not running(server, "sleep 4848"), 5)
 
 
 async def test_a_killed_helper_is_replaced_and_what_it_laid_out_removed(start: StartServer) -> None:
@@ -131,7 +136,7 @@ async def test_what_a_verifier_leaves_ends_with_it(start: StartServer, tmp_path:
         await env.reset(task_id="leaving")
         await env.exec("setsid sleep 4242 & true")
         assert (await env.evaluate()).reward == 1.0
-        assert (len(matching("sleep 4545")), len(matching("sleep 4242"))) == (0, 1)
+        assert (len(running(server, "sleep 4545")), len(running(server, "sleep 4242"))) == (0, 1)
         assert not there(root(server), STAGED)
 
 
@@ -145,7 +150,7 @@ async def test_a_verifier_that_takes_too_long(start: StartServer, tmp_path: Path
         verdict = await env.evaluate()
         assert verdict.reward is None
         assert "timed out" in str(verdict.observation.error)
-        assert not matching("sleep 4646")
+        assert not running(server, "sleep 4646")
         assert not there(root(server), STAGED)
 
 
@@ -195,14 +200,14 @@ async def test_the_servers_end_leaves_nothing(start: StartServer, number: signal
     try:
         async with server.client() as env:
             await env.reset(task_id="ok")
-            running = asyncio.create_task(env.exec("setsid sleep 4747 & sleep 4747"))
-            await asyncio.to_thread(eventually, lambda: len(matching("sleep 4747")) == 2, 5)
+            executing = asyncio.create_task(env.exec("setsid sleep 4747 & sleep 4747"))
+            await asyncio.to_thread(eventually, lambda: len(running(server, "sleep 4747")) == 2, 5)
             pids = server.descendants()
             assert there(node, LAID) == list(LAID)
             status = await asyncio.to_thread(server.stop, number)
             assert status == (0 if number == signal.SIGTERM else -number)
             with pytest.raises(ConnectionClosed):
-                await running
+                await executing
         await asyncio.to_thread(eventually, lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], 5)
         assert not there(node, (*LAID, *STAGED))
         assert not list(server.scratch.iterdir())
