@@ -63,7 +63,7 @@ TRUSTED = (
     # Entries of other names in /etc/ssl/certs are not looked up by anybody: a task's own certificate may lie there.
     Trusted("what TLS clients trust", (
         "/etc/ssl/cert.pem", "/etc/ssl/openssl.cnf", "/etc/ssl/certs/ca-certificates.crt",
-        "/etc/ssl/certs/????????.[0-9]", "/etc/ca-certificates.conf",
+        "/etc/ssl/certs/????????.[0-9]",
         "/usr/lib/ssl/**", "/usr/share/ca-certificates/**", "/usr/local/share/ca-certificates/**",
     )),
     Trusted("how names of hosts and users are found", ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf")),

@@ -44,7 +44,7 @@ def worktree(rig: Rig, sandbox: Sandbox, *, thorough: bool = False) -> Worktree:
 def changes(rig: Rig, sandbox: Sandbox, entries_max: int = 10_000) -> dict[str, Change]:
     with worktree(rig, sandbox) as tree:
         found = list(tree.walk(tree.root, Budget(entries_max)))
-    assert len({change.path for change in found}) == len(found)
+    assert len({(change.path, change.kind) for change in found}) == len(found)
     return {change.path: change for change in found}
 
 
@@ -201,6 +201,17 @@ async def test_what_an_agent_may_do_to_the_walk(start_rig: StartRig, rung: str, 
         assert (change.path, change.kind) == ("/opt/t/folder", Kind.MODIFIED)
 
 
+@EACH_RUNG
+async def test_a_folder_that_the_server_may_not_read(start_rig: StartRig, rung: str) -> None:
+    """The agent is root in there and reads it all the same; only a server that is root, too, can."""
+    rig, sandbox = await started(start_rig, rung)
+    assert (await rig.sh(sandbox, "mkdir /tmp/d; echo x > /tmp/d/f; chmod 000 /tmp/d; cat /tmp/d/f")).status == 0
+    with worktree(rig, sandbox) as tree:
+        found = [(change.path, change.kind) for change in tree.walk(tree.root, Budget(100))]
+        inside = ("/tmp/d/f", Kind.ADDED) if os.geteuid() == 0 else ("/tmp/d", Kind.UNREADABLE)
+        assert found == [("/tmp/d", Kind.ADDED), inside]
+
+
 async def test_a_deep_tree_is_not_followed_to_its_end(rig: Rig) -> None:
     sandbox = await rig.create()
     script = "mkdir -p /tmp/$(printf 'd/%.0s' {1..600}); echo x > /tmp/$(printf 'd/%.0s' {1..600})end"
@@ -222,7 +233,7 @@ async def test_the_budget_bounds_the_walk(rig: Rig) -> None:
 async def test_looking_at_one_path_is_quick_however_large_the_upper(start_rig: StartRig) -> None:
     rig = await start_rig()
     sandbox = await rig.create()
-    script = "mkdir /tmp/{1..20}; touch /tmp/{1..20}/{1..1000}; rm /usr/bin/env"
+    script = "mkdir /tmp/{1..20}; touch /tmp/{1..20}/{1..300}; rm /usr/bin/env"
     assert (await rig.sh(sandbox, script, within_s=60)).status == 0
     begun = time.monotonic()
     with worktree(rig, sandbox) as tree:
