@@ -60,14 +60,17 @@ class Script:
     def _code(self) -> str:
         return _CONTINUATION.sub(" ", _COMMENT.sub("", self.text))
 
-    def why_not_run(self, output: str, files: Collection[str]) -> str | None:
+    def why_not_run(self, reward: float, output: str, files: Collection[str]) -> str | None:
         """Why `output` and the names of the `files` it wrote show that no test ran; None if they do not.
 
         Once pytest has begun its session it is the agent's work that decides: code of the agent's that a test imports
-        can end pytest before it writes its report, and must not turn a 0 into no verdict.
+        can end pytest before it writes its report, and must not turn a 0 into no verdict. Nor into a 1: tests that
+        passed have been reported.
         """
         names = self.ctrf_names
-        if _SESSION.search(output) or any(name in files for name in names):
+        if any(name in files for name in names) or (reward != 0 and not names):
+            return None
+        if reward == 0 and _SESSION.search(output):
             return None
         if names:
             return f"test.sh asks for {' and '.join(f'{FOLDER}/{name}' for name in names)}, which was not written"

@@ -154,8 +154,11 @@ class _Scan:
                 name = change.path.rpartition("/")[2]
                 reason = self._reason_of_program(change, name, self._program_folders[place + 1 :])
                 if reason and not self._packages.explains(change):
-                    of_node = change.before is not None and _is_one_of(name, trusted.CORE_PROGRAMS)
-                    yield Tampered(change, reason, never=of_node)
+                    yield Tampered(change, reason, never=self._is_forged(change, name))
+
+    def _is_forged(self, change: Change, name: str) -> bool:
+        replaced = change.before is not None and change.now is not None
+        return _is_one_of(name, trusted.CORE_PROGRAMS) or (replaced and _is_one_of(name, trusted.CORE_TOOLS))
 
     def _reason_of_program(self, change: Change, name: str, later: list[str]) -> str:
         if change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED):

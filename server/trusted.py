@@ -98,15 +98,16 @@ apt apt-* dpkg-* pip pip[0-9]* pipx py.test pytest python python[0-9]*
 """
 #: Programs that verifiers run by name: one that is added to a folder of PATH is taken for theirs.
 PROGRAMS = tuple(_PROGRAMS.split())
-#: Of these a verifier runs the node's own, if the node has one and no package manager changed it: no task asks for
-#: another bash or another cat, and these run before any test could notice.
+#: Of these a verifier runs the node's own, if the node has one and no package manager changed it, and none that stands
+#: before it on PATH: no task asks for another bash or another cat, and these run before any test could notice.
 CORE_PROGRAMS = (
     "[", "awk", "basename", "bash", "cat", "chmod", "chown", "cp", "cut", "dash", "dirname", "echo", "env", "expr",
     "false", "find", "gawk", "grep", "head", "id", "kill", "ln", "ls", "mawk", "mkdir", "mktemp", "mv", "printf",
     "ps", "pgrep", "pwd", "readlink", "realpath", "rm", "sed", "sh", "sleep", "sort", "stat", "tail", "tee", "test",
-    "timeout", "touch", "tr", "true", "uname", "uniq", "wc", "which", "xargs", "python", "python3",
-    "python3.[0-9]*[0-9]",
+    "timeout", "touch", "tr", "true", "uname", "uniq", "wc", "which", "xargs",
 )  # fmt: skip
+#: Of these, too, but a new one may stand before the node's: tasks ask for a python or a curl in /usr/local.
+CORE_TOOLS = ("python", "python3", "python3.[0-9]*[0-9]", "curl", "wget", "uv", "uvx", "apt", "apt-get", "dpkg")
 #: The same for what the loader puts under every one of them.
 CORE_LIBRARIES = ("ld-linux*", "ld-*.so", "libc.so.*", "libc-*.so")
 #: Folders where the loader looks for libraries; of these the node's own files are trusted.

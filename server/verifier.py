@@ -117,8 +117,9 @@ def _reward(sandbox: Sandbox, snapshot: Snapshot, result: Result, evidence: Evid
         return _pytest_reward(result), {}
     try:
         reward, rewards = read_reward(sandbox.verifier_folder)
-        if reward == 0 and verifier.ctrf_required and (why := script.why_not_run(result.output, evidence.reports)):
-            raise NoVerdict(Reason.HARNESS_BROKEN, f"no verdict: the harness wrote 0 but did not run: {why}")
+        if verifier.ctrf_required and (why := script.why_not_run(reward, result.output, evidence.reports)):
+            message = f"no verdict: the harness wrote {reward:g} but did not run: {why}"
+            raise NoVerdict(Reason.HARNESS_BROKEN, message)
     except NoVerdict as none:
         raise NoVerdict(none.reason, f"{none} (test.sh ended with exit code {result.exit_code})") from None
     return reward, rewards

@@ -210,10 +210,12 @@ def test_the_report_that_is_asked_for(text: str, names: tuple[str, ...]) -> None
 )
 def test_what_a_missing_toolchain_says(line: str) -> None:
     script = Script("#!/bin/bash\nuvx pytest /tests\n")
-    assert line.strip() in (script.why_not_run(f"x\n{line}\n\n", ()) or "")
-    assert script.why_not_run(f"== test session starts ==\n{line}\n", ()) is not None, "that is not how pytest says it"
-    assert script.why_not_run(f"=== test session starts ===\n{line}\n", ()) is None
-    assert script.why_not_run(line + "\nmore" * 20, ()) is None, "it went on"
+    assert line.strip() in (script.why_not_run(0.0, f"x\n{line}\n\n", ()) or "")
+    assert script.why_not_run(0.0, f"== test session starts ==\n{line}\n", ()) is not None, (
+        "that is not how pytest says it"
+    )
+    assert script.why_not_run(0.0, f"=== test session starts ===\n{line}\n", ()) is None
+    assert script.why_not_run(0.0, line + "\nmore" * 20, ()) is None, "it went on"
 
 
 @pytest.mark.parametrize(
@@ -230,11 +232,11 @@ def test_what_a_missing_toolchain_says(line: str) -> None:
     ],
 )
 def test_what_says_nothing_about_the_toolchain(line: str) -> None:
-    assert Script("#!/bin/bash\nuvx pytest /tests\n# the end").why_not_run(f"{line}\n", ()) is None
+    assert Script("#!/bin/bash\nuvx pytest /tests\n# the end").why_not_run(0.0, f"{line}\n", ()) is None
 
 
 def test_a_hostile_output_takes_no_time() -> None:
     begun = time.monotonic()
     for piece in ("1 passed ", "1", "=== test session start", "curl: (6", "test.sh: line 1: ", "\n", "\x85"):
-        Script("pytest\n" * 1000).why_not_run(piece * (1_048_576 // len(piece)), ())
+        Script("pytest\n" * 1000).why_not_run(0.0, piece * (1_048_576 // len(piece)), ())
     assert time.monotonic() - begun < 5

@@ -5,7 +5,7 @@ Source: CVE-2019-14271 and CVE-2018-15664 (docker cp); CWE-22.
 
 from pathlib import Path
 
-from attacks.frame import Agent, Attack
+from attacks.frame import Agent, Attack, Verdicts
 
 from support.talk import async_http
 
@@ -28,4 +28,4 @@ async def attack(agent: Agent) -> None:
     assert sorted(path.name for path in Path("/etc").iterdir()) == before
 
 
-ATTACK = Attack("shell", attack)
+ATTACK = Attack("shell", attack, expects=Verdicts.NONE)

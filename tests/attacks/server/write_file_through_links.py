@@ -5,7 +5,7 @@ Source: CVE-2018-15664 (docker cp: a race between resolving a path and writing t
 
 from pathlib import Path
 
-from attacks.frame import Agent, Attack
+from attacks.frame import Agent, Attack, Verdicts
 
 
 async def attack(agent: Agent) -> None:
@@ -24,4 +24,4 @@ async def attack(agent: Agent) -> None:
     assert sorted(path.name for path in Path("/etc").iterdir()) == before
 
 
-ATTACK = Attack("shell", attack)
+ATTACK = Attack("shell", attack, expects=Verdicts.NONE)
