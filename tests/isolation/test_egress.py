@@ -124,11 +124,10 @@ def test_the_hosts_end_of_a_pair_has_no_ipv6_address() -> None:
 
 @in_world
 def test_a_way_out_is_found_where_episodes_have_no_user_namespaces() -> None:
-    found, refusals = egress.find(["veth"], in_user_namespace=False)
-    assert found is not None, refusals
-    found.close()
-    # It drops capabilities before it opens the network, and then may not look at a process that has them all.
-    assert "Couldn't open network namespace" in egress.find(["pasta"], in_user_namespace=False)[1]["pasta"]
+    for name in egress.PROVIDERS:
+        found, refusals = egress.find([name], in_user_namespace=False)
+        assert found is not None, refusals
+        found.close()
 
 
 # ---------------------------------------------------------------- several servers
