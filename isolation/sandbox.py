@@ -176,8 +176,14 @@ class Sandbox:
             self._hits["processes"] = f"the episode reached its limit of {limits.processes_max} processes and threads"
         self._counts = counts
 
+    @property
+    def has_worktree(self) -> bool:
+        return self._spawner.rung.isolated
+
     def worktree(self, *, thorough: bool = False) -> Worktree:
-        """What was changed in it so far. Blocks. Raises: FileNotFoundError when it is gone."""
+        """What was changed in it so far. Blocks. Raises: FileNotFoundError when it is gone, SandboxError."""
+        if not self.has_worktree:
+            raise SandboxError("there is no worktree on this rung: what an episode changes is the node's own")
         return Worktree(self._spawner.ground, self.spec, self._spawner.rung, thorough=thorough)
 
     async def destroy(self) -> None:

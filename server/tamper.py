@@ -362,5 +362,7 @@ class Watch:
             raise SandboxError(f"the sandbox is dead: its worktree cannot be read: {error}") from error
 
     def _scan(self) -> list[Tampered]:
+        if not self._sandbox.has_worktree:
+            return []
         with self._sandbox.worktree(thorough=True) as worktree:
             return find_tampered(worktree, self._env, self._workdir)

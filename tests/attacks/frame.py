@@ -137,7 +137,8 @@ async def honest_reward(server: Server, task: str) -> float | None:
 
 async def _attack(attack: Attack, agent: Agent, outcome: Outcome) -> None:
     if isinstance(attack.commands, str):
-        await agent.run(attack.commands)
+        # What exhausts the episode may be its end at once.
+        await (agent.run_if_possible if attack.alone else agent.run)(attack.commands)
     else:
         await attack.commands(agent)
     result = await agent.env.evaluate()

@@ -16,12 +16,14 @@ class Needs(StrEnum):
 class Work:
     """`commands` are carried out one by one; then every line of `check`, run by the verifier, must succeed.
 
-    Before the work the check must fail.
+    Before the work the check must fail. `undone` work is itself a change of what verifiers trust: they do not see it
+    with TB2_TAMPER=restore.
     """
 
     commands: tuple[str, ...]
     check: str
     needs: Needs = Needs.NOTHING
+    undone: bool = False
 
 
 def _install(*packages: str) -> str:
@@ -66,6 +68,7 @@ WORKS = {
             "echo 'export PATH=/opt/suite/bin:$PATH SUITE_HOME=/opt/suite' > /etc/profile.d/suite.sh",
         ),
         '[ "$(bash -lc suite)" = "suite 3" ]\n[ "$(bash -lc \'echo $SUITE_HOME\')" = /opt/suite ]',
+        undone=True,
     ),
     "git and ssh set up in HOME": Work(
         (
@@ -74,6 +77,7 @@ WORKS = {
         ),
         '[ "$(git config --global user.name)" = Ines ]\n[ "$(stat -c %a ~/.ssh/id_ed25519)" = 600 ]\n'
         "ssh-keygen -lf ~/.ssh/id_ed25519.pub | grep -q ED25519\ngrep -qx 'Host x' ~/.ssh/config",
+        undone=True,
     ),
     "a service that is alive at the grade": Work(
         (
@@ -113,6 +117,7 @@ WORKS = {
         ),
         "cd /\npython3 -c 'import tally; assert tally.count(1) == 2'\n"
         "python3 -c 'import importlib.metadata as m; assert m.version(\"tally\") == \"2.0\"'",
+        undone=True,
     ),
     "a C extension in a virtual environment": Work(
         (
@@ -159,6 +164,7 @@ WORKS = {
         ("mkdir site; echo up > site/index.html; (cd site; nohup python3 -m http.server 80 >/dev/null 2>&1 &)",
          "echo '127.0.0.1 shop.internal' >> /etc/hosts"),
         _WAIT + 'wait_for curl -sf http://shop.internal/\n[ "$(curl -s http://shop.internal/)" = up ]',
+        undone=True,
     ),
     "a certificate that is trusted": Work(
         (
@@ -170,6 +176,7 @@ WORKS = {
         ),
         _WAIT + "wait_for curl -sf https://localhost:8443/index.html\n"
         "curl -s https://localhost:8443/index.html | grep -q up",
+        undone=True,
     ),
     "users and groups, as mailman wants them": Work(
         (

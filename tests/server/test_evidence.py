@@ -262,7 +262,7 @@ async def test_an_http_client_that_hangs_up_leaves_the_episode_usable(server: Se
         evaluating.cancel()
         await soon(lambda: not client.get("/episodes/gone-2").json()["busy"], 5)
         verdict = client.get("/episodes/gone-2/verdict").json()
-        assert (verdict["reward"], verdict["info"]) == (None, {"no_verdict": "cancelled"})
+        assert (verdict["reward"], verdict["info"]) == (None, {"no_verdict": "cancelled", "tampered": []})
         assert execute(client, "/episodes/gone-2", WITHIN)["output"] == NOTHING
         execute(client, "/episodes/gone-2", f"touch go; {SOLVE}")
         assert client.post("/episodes/gone-2/evaluate").json()["reward"] == 1.0

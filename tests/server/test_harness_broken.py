@@ -44,8 +44,7 @@ echo '=========== test session starts ==========='
 echo '{"results": {"summary": {"tests": 1}, "tests": []}}' > /logs/verifier/ctrf.json
 [ "$(cat out.txt)" = ok ]
 """
-INSTALL = f"mkdir -p ~/.local/bin; cat > ~/.local/bin/uvx <<'X'\n{RUNNER}X\nchmod +x ~/.local/bin/uvx\n"
-INSTALL += "echo 'PATH=$HOME/.local/bin:$PATH' > ~/.local/bin/env"
+INSTALL = f"cat > /usr/local/bin/uvx <<'X'\n{RUNNER}X\nchmod +x /usr/local/bin/uvx\n"
 ASKS = "# pytest --ctrf /logs/verifier/ctrf.json\n: --ctrf /logs/verifier/ctrf.json\n"
 ZERO = "echo 0 > /logs/verifier/reward.txt\n"
 
@@ -90,10 +89,10 @@ async def test_a_harness_may_break_between_two_evaluations(server: Server, add_t
     task = add_task(REAL)
     async with server.client() as env:
         assert await reward_of(env, task, INSTALL) == 0.0
-        await env.exec("mv ~/.local/bin/uvx ~/uvx; echo ok > out.txt")
+        await env.exec("mv /usr/local/bin/uvx ~/uvx; echo ok > out.txt")
         broken = await env.evaluate()
         assert (broken.reward, broken.observation.info["no_verdict"]) == (None, "harness_broken")
-        await env.exec("mv ~/uvx ~/.local/bin/uvx")
+        await env.exec("mv ~/uvx /usr/local/bin/uvx")
         assert (await env.evaluate()).reward == 1.0
 
 
@@ -104,8 +103,11 @@ async def test_a_harness_may_break_between_two_evaluations(server: Server, add_t
         (ASKS + ZERO, "harness_broken"),
         (ASKS + "echo '{\"reward\": 0}' > /logs/verifier/reward.json", "harness_broken"),
         (ASKS + "echo -0.0 > /logs/verifier/reward.txt", "harness_broken"),
-        (ASKS + "echo 1 > /logs/verifier/reward.txt", 1.0),
-        (ASKS + "echo 0.25 > /logs/verifier/reward.txt", 0.25),
+        (ASKS + "echo 1 > /logs/verifier/reward.txt", "harness_broken"),
+        (ASKS + "echo 0.25 > /logs/verifier/reward.txt", "harness_broken"),
+        (ASKS + "echo '===== test session starts ====='\necho 1 > /logs/verifier/reward.txt", "harness_broken"),
+        (ASKS + "echo '{}' > /logs/verifier/ctrf.json\necho 1 > /logs/verifier/reward.txt", 1.0),
+        ("echo 0.25 > /logs/verifier/reward.txt", 0.25),
         (ASKS + "echo '{}' > /logs/verifier/ctrf.json\n" + ZERO, 0.0),
         (ASKS + ": > /logs/verifier/ctrf.json\n" + ZERO, 0.0),
         (ASKS + "echo '===== test session starts ====='\n" + ZERO + "kill -9 $$", 0.0),

@@ -146,7 +146,7 @@ def test_doctor_for_a_program(doctor: Doctor) -> None:
     assert (report["works"], report["rung"], report["error"]) == (True, "1", "")
     assert report["rungs"]["1"].startswith("chosen: ")
     assert report["rungs"]["2"] == "not needed"
-    assert report["rungs"].keys() == {"1", "2", "3", "E", "4", "5"}
+    assert report["rungs"].keys() == {"1", "2", "3", "E", "4", "5", "none"}
     assert report["scratch"] == f"{doctor.folder}/s (disk)"
     assert report["mount_plan"][0].startswith("overlay on / (")
     assert "proc on /proc" in report["mount_plan"]

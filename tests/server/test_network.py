@@ -224,7 +224,7 @@ def test_a_network_that_there_is_not(tmp_path: Path, network_tasks: Path) -> Non
 @pytest.mark.parametrize("way", ["veth", "slirp4netns", "proxy"])
 async def test_many_live_episodes(network: World, make_server: MakeServer, network_tasks: Path, way: str) -> None:
     server = make_server(tasks=network_tasks, wrap=without(WAYS[way]))
-    count, per_episode, shared = 64, int(way == "slirp4netns"), int(way == "proxy")
+    count, per_episode = 64, int(way == "slirp4netns")
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(server.client()) for _ in range(count)]
         await asyncio.gather(*(env.reset(task_id="public") for env in clients))
@@ -232,7 +232,7 @@ async def test_many_live_episodes(network: World, make_server: MakeServer, netwo
         assert said == [WORD] * count
         assert len(inits(server)) == count
         assert len(running(server, "slirp4netns ")) == count * per_episode
-        assert len(server.descendants()) == HELPERS + count * (1 + per_episode) + shared
+        assert len(server.descendants()) == HELPERS + count * (1 + per_episode)
         assert len(network.interfaces()) == (count if way == "veth" else 0)
     eventually(lambda: not running(server, "slirp4netns ") and not inits(server), 5)
     eventually(lambda: not network.interfaces(), 5)

@@ -42,9 +42,7 @@ def found(result: Result) -> dict[str, str]:
         ("echo > /etc/ssl/certs/0123abcd.0", "/etc/ssl/certs/0123abcd.0", "added"),
         ("mkdir -p /usr/local/share/ca-certificates; echo > /usr/local/share/ca-certificates/a.crt",
          "/usr/local/share/ca-certificates/a.crt", "added"),
-        ("mkdir -p ~/.config/pip; echo > ~/.config/pip/pip.conf", "/root/.config/pip/pip.conf", "added"),
         ("echo > ~/.curlrc", "/root/.curlrc", "added"),
-        ("mkdir -p ~/.local/bin; echo > ~/.local/bin/uvx", "/root/.local/bin/uvx", "added"),
         ("rm -rf /etc/apt/sources.list.d", "/etc/apt/sources.list.d", "deleted"),
         ("mv /etc/apt /etc/a", "/etc/apt", "deleted"),
         ("echo > /conftest.py", "/conftest.py", "added"),
@@ -83,8 +81,9 @@ async def test_the_verdict_is_given_all_the_same(server: Server) -> None:
     result = await evaluated(server, "echo ok > out.txt; echo > /conftest.py")
     assert result.reward == 1.0
     assert found(result) == {"/conftest.py": "added"}
-    [ended] = [path for path in server.runs.glob("ok.*/result.json") if "conftest" in path.read_text()]
-    assert json.loads(ended.read_text())["evaluation"]["tampered"][0]["path"] == "/conftest.py"
+    ended = [json.loads(path.read_text()) for path in server.runs.glob("ok.*/result.json")]
+    paths = [each["path"] for result in ended for each in result.get("evaluation", {}).get("tampered", [])]
+    assert "/conftest.py" in paths
 
 
 async def test_the_list_is_cut(server: Server) -> None:

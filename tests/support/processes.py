@@ -20,8 +20,8 @@ def spawner(server: Server) -> int:
 
 
 def launcher(server: Server) -> int:
-    """The helper that starts commands: a fork of the spawner, in no namespace of an episode."""
-    (pid,) = [pid for pid in children(spawner(server)) if len(_numbers(pid)) == len(_numbers(server.pid))]
+    """The helper that starts commands: a fork of the spawner, in no namespace of an episode, born after the warden."""
+    _, pid = [pid for pid in children(spawner(server)) if len(_numbers(pid)) == len(_numbers(server.pid))]
     return pid
 
 

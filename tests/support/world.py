@@ -28,7 +28,7 @@ class World:
         beyond = f"/proc/{os.getpid()}/fd/{self.internet.fd}"
         self.host.ip(f"link add up0 type veth peer name eth0 netns {beyond}")
         for address in (f"{HOST_V4[0]}/24", f"{HOST_V6[0]}/64"):
-            self.host.ip(f"address add {address} dev up0")
+            self.host.ip(f"address add {address} dev up0{' nodad' if ':' in address else ''}")
         self.host.ip(f"address add {HOST_V4[1]}/32 dev lo")
         for address in (INTERNET, INTERNET_TOO):
             self.internet.ip(f"address add {address}/24 dev eth0")

@@ -9,5 +9,4 @@ ATTACK = Attack(
     "pytest",
     """printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/python3; chmod +x /usr/local/bin/python3""",
     tampers="/usr/local/bin/python3",
-    inherent=True,
 )
