@@ -27,6 +27,7 @@ TESTS, REWARDS = "/tests", "/logs/verifier"
 _NOT_KEPT = "not kept (TB2_ISOLATION=none)"
 #: Seconds to wait for killed processes, less than the server waits for the answer.
 _KILL_TIMEOUT_S = 3.0
+_NAMES_MAX = 64
 
 
 def obstacles() -> list[str]:
@@ -157,6 +158,14 @@ class Bare:
     def _check(self, message: dict[str, Any], fds: list[int]) -> None:
         self._check_name(message["name"])
         self.server.send({"id": message["id"], "ok": True, "hits": {}})
+
+    def _names(self, message: dict[str, Any], fds: list[int]) -> None:
+        self._check_name(message["name"])
+        names = []
+        for pid in sorted(processes.descendants(self.proc, os.getpid()))[:_NAMES_MAX]:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
+                names.append(comm.read().rstrip("\n"))
+        self.server.send({"id": message["id"], "ok": True, "names": names})
 
     def _usage(self, message: dict[str, Any], fds: list[int]) -> None:
         """What the server counted of the commands that ended is all there is."""

@@ -131,9 +131,10 @@ class Sandbox:
             message, _ = await self._spawner._ask({"op": "check", "name": self.spec.name})
             self._count_hits(message["hits"])
         except SandboxError as error:
+            # The news of its death may have come before the answer, and says why.
             if not self.died.done():
                 self.died.set_result(str(error))
-            raise
+            raise SandboxError(self.died.result()) from None
 
     def take_hits(self) -> dict[str, str]:
         """What limits were met since the last call without the sandbox being killed for it: a sentence for each."""

@@ -359,7 +359,8 @@ class Watch:
         try:
             return await asyncio.to_thread(self._scan)
         except OSError as error:
-            raise SandboxError(f"the sandbox is dead: its worktree cannot be read: {error}") from error
+            await self._sandbox.confirm()  # says what died, if that is why
+            raise SandboxError(f"the episode's worktree cannot be read: {error}") from error
 
     def _scan(self) -> list[Tampered]:
         if not self._sandbox.has_worktree:

@@ -69,7 +69,7 @@ async def test_how_the_verifier_went_and_what_was_alive(server: Server, add_task
 async def test_few_names_of_many_processes(server: Server) -> None:
     async with server.client() as env:
         await env.reset(task_id="ok")
-        await env.exec("for i in $(seq 100); do sleep 600 & done")
+        await env.exec("for i in $(seq 100); do sleep 600 & done; until [ $(pgrep -xc sleep) = 100 ]; do :; done")
         begun = time.monotonic()
         result = await env.evaluate()
         assert time.monotonic() - begun < 5
