@@ -197,7 +197,7 @@ def test_deleting_whatever_an_agent_made(tmp_path: Path) -> None:
 def test_deleting_as_somebody_without_power() -> None:
     if os.geteuid() == 0:
         os.setresuid(12345, 12345, 12345)
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     (folder / "top/closed/below").mkdir(parents=True)
     (folder / "top/closed/below/file").touch()
     (folder / "top/closed/below").chmod(0o500)
