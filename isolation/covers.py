@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 
-from tbench2_env.isolation import mask
+from tbench2_env.isolation import mask, worktree
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.spec import Cover, Rung
 from tbench2_env.isolation.worktree import Ground
@@ -68,7 +68,9 @@ def _empty_file() -> int:
 def discard_old(ground: Ground, name: str) -> None:
     """Those of the verifiers before."""
     for entry in os.listdir(f"episodes/{name}"):
-        if entry.startswith("cover."):
+        if entry.startswith("cover.") and ground.in_memory:
+            worktree.delete(f"episodes/{name}/{entry}")
+        elif entry.startswith("cover."):
             os.rename(f"episodes/{name}/{entry}", f"trash/{name}.{os.urandom(4).hex()}")
 
 

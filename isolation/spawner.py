@@ -259,9 +259,9 @@ class Spawner:
 
     def _verifier_mounts(self, episode: Episode, message: dict[str, Any]) -> list[tuple[int, str]]:
         """Detached mounts and where a verifier has them."""
+        covers.discard_old(self.ground, episode.name)
         tests, logs = worktree.verifier_mounts(self.ground, episode.name, message["layer"])
         mounted = [(tests, "/tests"), (logs, "/logs/verifier")]
-        covers.discard_old(self.ground, episode.name)
         try:
             for cover in map(Cover.from_dict, message["covers"]):
                 mounted += covers.make(self.ground, episode.name, episode.spec.layers, cover)
