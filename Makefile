@@ -1,7 +1,6 @@
 # make demo   the main job: a server, the sample tasks, 32 concurrent episodes, a table
 # make test   style, types, layering and the whole test suite
 # make hosts  the isolation, concurrency and attack suites on imitations of other pool nodes; as root, wants debootstrap
-# make hosts  the isolation and concurrency suites on imitations of other pool nodes; as root, with debootstrap
 # All set up .venv themselves; a second run is fast.
 PYTHON ?= python3
 # A strict editable install links file by file: a new or renamed module needs a new install.
