@@ -19,6 +19,7 @@ in the working directory.
 
 import asyncio
 import fnmatch
+import os
 import posixpath
 import re
 import stat
@@ -46,6 +47,9 @@ _LINKS_MAX, _LINK_HOPS = 10_000, 8
 _THROUGH_PROC = re.compile(r"^/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/root(?:/|$)")
 _ENTRY_POINTS_MAX_BYTES = 1 << 18
 _HAS_PYTEST_PLUGIN = re.compile(rb"^\s*\[\s*pytest11\s*\]", re.MULTILINE)
+#: Paths in ld.so.cache, a table of strings that end with a NUL.
+_LIBRARY_IN_CACHE = re.compile(rb"/[^\0]+(?=\0)")
+_CACHE_MAX_BYTES = 4 << 20
 #: Such lines of a .pth are executed (docs.python.org, module site).
 _HAS_IMPORT = re.compile(rb"^import[ \t]", re.MULTILINE)
 _SITE_FOLDERS = ("site-packages", "dist-packages")
@@ -158,7 +162,8 @@ class _Scan:
 
     def _is_forged(self, change: Change, name: str) -> bool:
         replaced = change.before is not None and change.now is not None
-        return _is_one_of(name, trusted.CORE_PROGRAMS) or (replaced and _is_one_of(name, trusted.CORE_TOOLS))
+        core = _is_one_of(name, (*trusted.CORE_PROGRAMS, *trusted.FETCHING_PROGRAMS))
+        return core or (replaced and _is_one_of(name, trusted.PYTHONS))
 
     def _reason_of_program(self, change: Change, name: str, later: list[str]) -> str:
         if change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED):
@@ -187,11 +192,21 @@ class _Scan:
             for change in self._match(f"{path}/*"):
                 known = change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED)
                 if known and not self._packages.explains(change):
-                    core = _is_one_of(change.path.rpartition("/")[2], trusted.CORE_LIBRARIES)
-                    yield Tampered(change, "a library of the node", never=core)
+                    yield Tampered(change, "a library of the node", never=True)
         for change in self._match("/etc/ld.so.cache"):
             if not self._packages.explains(change):
-                yield Tampered(change, "the loader finds libraries by it")
+                yield Tampered(change, "the loader finds libraries by it", never=self._leads_astray(change))
+
+    def _leads_astray(self, cache: Change) -> bool:
+        """Whether the loader would take another library for one of the node's; honest work adds its own."""
+        for path in _LIBRARY_IN_CACHE.findall(self._worktree.read(cache.path, _CACHE_MAX_BYTES)):
+            folder, _, name = os.fsdecode(path).rpartition("/")
+            if any(fnmatch.fnmatchcase(folder, each) for each in trusted.LIBRARY_FOLDERS):
+                continue
+            own = (each.replace("*", os.uname().machine) for each in trusted.LIBRARY_FOLDERS)
+            if any(self._worktree.below(f"{each}/{name}") is not None for each in own):
+                return True
+        return False
 
     # ------------------------------------------------------------ python
     def _in_python(self) -> Iterator[Tampered]:
@@ -227,7 +242,9 @@ class _Scan:
                 if name in trusted.NOT_CODE or self._packages.explains(each):
                     continue
                 is_new = change_of_it is not None and change_of_it.kind is Kind.ADDED
-                yield Tampered(change_of_it if is_new and change_of_it else each, "python's standard library")
+                # A python that is new as a whole may be the task; the node's runs its own library.
+                whole = change_of_it if is_new else None
+                yield Tampered(whole or each, "python's standard library", never=whole is None)
                 if is_new:
                     break
 

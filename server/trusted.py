@@ -66,7 +66,9 @@ TRUSTED = (
         "/etc/ssl/certs/????????.[0-9]",
         "/usr/lib/ssl/**", "/usr/share/ca-certificates/**", "/usr/local/share/ca-certificates/**",
     )),
-    Trusted("how names of hosts and users are found", ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf")),
+    # It names libraries that every program loads which asks for a user or a host; no task needs another.
+    Trusted("the libraries that find hosts and users", ("/etc/nsswitch.conf",), never=True),
+    Trusted("how names of hosts and users are found", ("/etc/hosts", "/etc/resolv.conf")),
     Trusted("the users' shells and homes", ("/etc/passwd",)),
     Trusted("where apt gets packages from", (
         "/etc/apt/sources.list", "/etc/apt/sources.list.d/*", "/etc/apt/apt.conf", "/etc/apt/apt.conf.d/*",
@@ -106,10 +108,10 @@ CORE_PROGRAMS = (
     "ps", "pgrep", "pwd", "readlink", "realpath", "rm", "sed", "sh", "sleep", "sort", "stat", "tail", "tee", "test",
     "timeout", "touch", "tr", "true", "uname", "uniq", "wc", "which", "xargs",
 )  # fmt: skip
-#: Of these, too, but a new one may stand before the node's: tasks ask for a python or a curl in /usr/local.
-CORE_TOOLS = ("python", "python3", "python3.[0-9]*[0-9]", "curl", "wget", "uv", "uvx", "apt", "apt-get", "dpkg")
-#: The same for what the loader puts under every one of them.
-CORE_LIBRARIES = ("ld-linux*", "ld-*.so", "libc.so.*", "libc-*.so")
+#: What a harness fetches its tools with: the same.
+FETCHING_PROGRAMS = ("curl", "wget", "uv", "uvx", "apt", "apt-get", "dpkg")
+#: Of these, too, but a new one may stand before the node's: tasks ask for a python in /usr/local.
+PYTHONS = ("python", "python3", "python3.[0-9]*[0-9]")
 #: Folders where the loader looks for libraries; of these the node's own files are trusted.
 LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/lib/*-linux-gnu", "/lib", "/lib64", "/lib/*-linux-gnu")
 #: Always reported: they run in every python, or in every pytest.

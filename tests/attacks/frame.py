@@ -71,7 +71,6 @@ class Attack:
     `expects` is what the unsolved task may get. `tampers` is a path that a verifier has to trust and that the attack
     changes: the verdict is then up to TB2_TAMPER. `ran` is a command that succeeds after the grade if the attack did
     take place. `alone` attacks use up what the whole node has, and are not made beside others.
-    `inherent`: it works where it is only reported, because agent and verifier share the file system.
     `restored` is what it may get with TB2_TAMPER=restore.
     """
 
@@ -81,7 +80,6 @@ class Attack:
     tampers: str = ""
     ran: str = ""
     alone: bool = False
-    inherent: bool = False
     restored: Verdicts = Verdicts.ZERO
 
 

@@ -35,7 +35,7 @@ def assert_tampering_is_dealt_with(attack: Attack, tamper: Tamper, outcome: Outc
     match tamper:
         case Tamper.REPORT:
             assert attack.tampers in [entry["path"] for entry in outcome.info.get("tampered", [])], outcome
-            assert (outcome.reward == 1.0) is attack.inherent, outcome
+            assert outcome.reward != 1.0, outcome
         case Tamper.DROP:
             assert (outcome.reward, outcome.no_verdict) == (None, "tampered"), outcome
         case Tamper.RESTORE:

