@@ -1,7 +1,7 @@
 """Every attack yields 0.0 or no verdict and learns nothing, and an honest solution still scores 1.0 beside it.
 
 `TB2_TEST_RUNGS=1,2,4 pytest tests/attacks` attacks on these rungs of the isolation ladder; else on the best one here.
-An attack on a tool that agent and verifier share can work with TB2_TAMPER=report, and is then in `info.tampered`.
+With TB2_TAMPER=report what an attack changed is in `info.tampered`; with drop there is no verdict, with restore 0.0.
 """
 
 from collections.abc import Iterator
