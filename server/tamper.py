@@ -161,9 +161,11 @@ class _Scan:
                     yield Tampered(change, reason, never=self._is_forged(change, name))
 
     def _is_forged(self, change: Change, name: str) -> bool:
-        replaced = change.before is not None and change.now is not None
+        """Whether the node has a program of that name which verifiers run instead."""
+        if _is_one_of(name, trusted.PYTHONS):
+            return change.before is not None and change.now is not None
         core = _is_one_of(name, (*trusted.CORE_PROGRAMS, *trusted.FETCHING_PROGRAMS))
-        return core or (replaced and _is_one_of(name, trusted.PYTHONS))
+        return core and any(self._worktree.below(f"{folder}/{name}") for folder in self._program_folders)
 
     def _reason_of_program(self, change: Change, name: str, later: list[str]) -> str:
         if change.before is not None or change.kind in (Kind.UNREADABLE, Kind.RENAMED):
