@@ -54,7 +54,7 @@ def _make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> i
     options: list[tuple[str, str | None]] = [("source", "cover")]
     options += [("lowerdir+", path) for path in (f"{own}/top", *present)]
     options += [("upperdir", f"{own}/upper"), ("workdir", f"{own}/work")]
-    options += [_option(text) for text in ground.rung.overlay_options]
+    options += ground.rung.overlay_pairs
     return sc.mount_detached("overlay", options, sc.MOUNT_ATTR_NODEV)
 
 
@@ -68,15 +68,8 @@ def _empty_file() -> int:
 def discard_old(ground: Ground, name: str) -> None:
     """Those of the verifiers before."""
     for entry in os.listdir(f"episodes/{name}"):
-        if entry.startswith("cover.") and ground.in_memory:
-            worktree.delete(f"episodes/{name}/{entry}")
-        elif entry.startswith("cover."):
-            os.rename(f"episodes/{name}/{entry}", f"trash/{name}.{os.urandom(4).hex()}")
-
-
-def _option(text: str) -> tuple[str, str | None]:
-    key, _, value = text.partition("=")
-    return key, value or None
+        if entry.startswith("cover."):
+            worktree.throw_away(ground, name, f"episodes/{name}/{entry}")
 
 
 def _pristine_roots(layers: tuple[str, ...]) -> list[str]:

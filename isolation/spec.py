@@ -72,6 +72,12 @@ class Rung(_Data):
     isolated: bool = True
 
     @property
+    def overlay_pairs(self) -> list[tuple[str, str | None]]:
+        """`overlay_options` as `syscalls.mount_detached` takes them: a flag has no value."""
+        split = (option.partition("=") for option in self.overlay_options)
+        return [(key, value or None) for key, _, value in split]
+
+    @property
     def has_id_range(self) -> bool:
         """Whether an episode has more than one id: only then can owners differ and groups be set."""
         return self.id_map[2] > 1

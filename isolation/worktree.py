@@ -258,27 +258,28 @@ def _overlay_options(ground: Ground, spec: SandboxSpec, name: str) -> list[tuple
     # Folder by folder, the root holds what the mask and the task put there, and nothing of the node's.
     if name or not ground.own_folders:
         lowers.append(f"base{below}")
-    options: list[tuple[str, str | None]] = [("lowerdir", ":".join(lowers)), ("upperdir", upper), ("workdir", work)]
-    for option in ground.rung.overlay_options:
-        key, _, value = option.partition("=")
-        options.append((key, value or None))
-    return options
+    return [("lowerdir", ":".join(lowers)), ("upperdir", upper), ("workdir", work), *ground.rung.overlay_pairs]
 
 
 def verifier_mounts(ground: Ground, name: str, layer: str) -> tuple[int, int]:
     """Detached mounts of a task's pristine tests, read-only, and of an empty folder for /logs/verifier."""
     folder = f"episodes/{name}/verifier"
     if os.listdir(folder):
-        if ground.in_memory:
-            delete(folder)
-        else:
-            os.rename(folder, f"trash/{name}.{os.urandom(4).hex()}")
+        throw_away(ground, name, folder)
         _make(ground.rung, folder)
     tests = sc.open_tree(f"shared/layers/{layer}/tests")
     sc.mount_setattr(tests, _READ_ONLY)
     logs = sc.open_tree(folder)
     sc.mount_setattr(logs, sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV)
     return tests, logs
+
+
+def throw_away(ground: Ground, name: str, path: str) -> None:
+    """Put a part of worktree `name` out of the way: into the trash, which is on another file system than memory."""
+    if ground.in_memory:
+        delete(path)
+    else:
+        os.rename(path, f"trash/{name}.{os.urandom(4).hex()}")
 
 
 def discard(ground: Ground, name: str) -> None:
