@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from tbench2_env.isolation import command as commands
-from tbench2_env.isolation import processes, worktree
+from tbench2_env.isolation import probe, processes, worktree
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
 from tbench2_env.isolation.init import prefer_for_oom_killer
@@ -64,8 +64,7 @@ def prepare(config: SpawnerConfig, server: Channel, commands_server: Channel) ->
 def _resolve() -> Rung:
     """With one id only, nothing can be given to another."""
     rung = RUNGS["none"]
-    with open("/proc/self/uid_map", encoding="utf-8") as lines:
-        has_range = any(int(line.split()[0]) == 0 and int(line.split()[2]) >= ID_COUNT for line in lines)
+    has_range = any(inside == 0 and count >= ID_COUNT for inside, _, count in probe.id_map())
     return rung if has_range and os.geteuid() == 0 else replace(rung, id_map=(0, 0, 1))
 
 

@@ -16,10 +16,11 @@ def candidate_rungs() -> list[str]:
     own = "4" if os.stat("/usr").st_uid == os.geteuid() else "5"
     if os.geteuid() != 0 or not capabilities.has(capabilities.SYS_ADMIN):
         return [own]
-    return ["1", "2", "3"] if _id_map() == _EVERY_ID else ["E"]
+    return ["1", "2", "3"] if id_map() == _EVERY_ID else ["E"]
 
 
-def _id_map() -> list[list[int]]:
+def id_map() -> list[list[int]]:
+    """The user namespace that we are in: first id inside, first id outside and count, of each range."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     return [[int(field) for field in line.split()] for line in lines]
 
@@ -27,7 +28,7 @@ def _id_map() -> list[list[int]]:
 def resolve(name: str) -> Rung:
     """The rung as it is here: root of a namespace that is root of the host, too, must not write to the host's /proc."""
     rung = RUNGS[name]
-    is_host_root = rung.id_map[1] == 0 and any(line[:2] == [0, 0] for line in _id_map())
+    is_host_root = rung.id_map[1] == 0 and any(line[:2] == [0, 0] for line in id_map())
     return replace(rung, protect_proc_sys=rung.protect_proc_sys or is_host_root)
 
 

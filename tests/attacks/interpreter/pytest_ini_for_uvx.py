@@ -3,16 +3,8 @@
 Source: docs.pytest.org, "Initialization: determining rootdir and configfile"; BenchJack.
 """
 
-from attacks.frame import Attack
+from dataclasses import replace
 
-ATTACK = Attack(
-    "uvx",
-    """echo '[pytest]' > /pytest.ini
-    cat > /conftest.py <<'EOF'
-import pytest
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(item, call):
-    call.excinfo = None
-EOF""",
-    tampers="/pytest.ini",
-)
+from attacks.interpreter import pytest_ini_at_the_root
+
+ATTACK = replace(pytest_ini_at_the_root.ATTACK, task="uvx")
