@@ -4,7 +4,7 @@
 # All set up .venv themselves; a second run is fast.
 PYTHON ?= python3
 # A strict editable install links file by file: a new or renamed module needs a new install.
-STAMP := .venv/installed-$(shell (cat pyproject.toml constraints.txt; ls client/*.py server/*.py isolation/*.py) | cksum | cut -d' ' -f1)
+STAMP := .venv/installed-$(shell (cat pyproject.toml constraints.txt; ls client/*.py server/*.py server/*/*.py isolation/*.py) | cksum | cut -d' ' -f1)
 
 .PHONY: demo test hosts lint clean
 demo: $(STAMP)

@@ -16,8 +16,9 @@ from pathlib import Path
 import git
 
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Rung
-from tbench2_env.server import dockerfile, layer, limits, sources, taskconfig
+from tbench2_env.server import limits, sources, taskconfig
 from tbench2_env.server.harness import TEXT_MAX_BYTES, Script
+from tbench2_env.server.images import copying, dockerfile
 from tbench2_env.server.taskconfig import TaskConfig, TaskError
 from tbench2_env.server.tasks import Task
 
@@ -50,15 +51,15 @@ class Ground:
     hide: tuple[str, ...]
 
     @property
-    def owner(self) -> layer.Owner:
-        return layer.Owner(self.rung.owner_shift, change=self.rung.has_id_range)
+    def owner(self) -> copying.Owner:
+        return copying.Owner(self.rung.owner_shift, change=self.rung.has_id_range)
 
-    def base(self) -> layer.BaseView:
+    def base(self) -> copying.BaseView:
         if not self.rung.isolated:
-            return layer.BaseView(Path("/"))
+            return copying.BaseView(Path("/"))
         names = {entry.name for entry in os.scandir("/")} - SYSTEM_FOLDERS
         hidden = {*names, *PRIVATE_FOLDERS, *(path.lstrip("/") for path in self.hide)}
-        return layer.BaseView(Path("/"), frozenset("/" + path for path in hidden))
+        return copying.BaseView(Path("/"), frozenset("/" + path for path in hidden))
 
 
 class Snapshots:
@@ -127,24 +128,24 @@ class Snapshots:
         (made / "tests").mkdir(parents=True)
         owner.give(made / "tests", 0, 0)
         if (files / "tests").is_dir():
-            layer.copy_tree(files / "tests", made / "tests", owner)
+            copying.copy_tree(files / "tests", made / "tests", owner)
         root.mkdir()
         _make_private_folders(root, owner)
         if not (files / "environment" / "Dockerfile").is_file():
             here = root / task.path.relative_to("/")
-            layer.build_layer(
+            copying.build_layer(
                 dockerfile.BuildPlan(steps=(dockerfile.Workdir(str(task.path)),)),
                 files,
                 root,
                 self._ground.base(),
                 owner,
             )
-            layer.copy_tree(files, here, owner, skip=frozenset({"tests", "solution"}))
-        layer.build_layer(plan, files / "environment", root, self._ground.base(), owner)
+            copying.copy_tree(files, here, owner, skip=frozenset({"tests", "solution"}))
+        copying.build_layer(plan, files / "environment", root, self._ground.base(), owner)
         _remove_unused_private_folders(root)
 
 
-def _make_private_folders(root: Path, owner: layer.Owner) -> None:
+def _make_private_folders(root: Path, owner: copying.Owner) -> None:
     """COPY must find the folders that every episode has to itself, and keep their modes where it fills them."""
     for path, mode in _private_folders():
         (root / path).mkdir()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tbench2_env.server.dockerfile import BuildPlan, Copy, DockerfileError, Workdir
+from tbench2_env.server.images.dockerfile import BuildPlan, Copy, DockerfileError, Workdir
 
 # What a task's author can cause (None: a decompressor's). The rest is the node's: ENOSPC, EACCES, EINVAL of chown.
 _AUTHORS = (None, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ENOTSUP)

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tbench2_env.server.dockerfile import BuildPlan, Copy, DockerfileError, Workdir, parse
-from tbench2_env.server.layer import BaseView, Owner, _regex, build_layer, copy_tree
+from tbench2_env.server.images.copying import BaseView, Owner, _regex, build_layer, copy_tree
+from tbench2_env.server.images.dockerfile import BuildPlan, Copy, DockerfileError, Workdir, parse
 
 ME = Owner(uid_offset=0, change=False)
 

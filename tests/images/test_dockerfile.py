@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tbench2_env.server.dockerfile import DEFAULT_ENV, BuildPlan, Copy, DockerfileError, Workdir, load, parse
+from tbench2_env.server.images.dockerfile import DEFAULT_ENV, BuildPlan, Copy, DockerfileError, Workdir, load, parse
 
 
 def plan(text: str) -> BuildPlan:
