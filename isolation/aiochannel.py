@@ -1,4 +1,4 @@
-"""The server's end of a channel to a helper, on its event loop: never blocks."""
+"""The server's end of channels to helpers and their children, on its event loop: never blocks."""
 
 import asyncio
 import collections
@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, encode_checked
+from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, encode_checked, receive_descriptors
 
 
 class AsyncChannel:
@@ -70,3 +70,16 @@ class AsyncChannel:
             close_all(fds)
         self._unsent.clear()
         self._channel.sock.close()
+
+
+async def receive_one(sock: socket.socket) -> list[int]:
+    """The descriptors of the next message on `sock`; none if the other side closed it."""
+    loop = asyncio.get_running_loop()
+    sock.setblocking(False)
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock.fileno(), lambda: None if readable.done() else readable.set_result(None))
+    try:
+        await readable
+        return receive_descriptors(sock, 16)[1]
+    finally:
+        loop.remove_reader(sock.fileno())

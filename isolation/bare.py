@@ -21,7 +21,8 @@ from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
 from tbench2_env.isolation.init import prefer_for_oom_killer
 from tbench2_env.isolation.laid import RECORD, Laid
 from tbench2_env.isolation.reactor import End, Reactor
-from tbench2_env.isolation.spec import ID_COUNT, RUNGS, CommandSpec, Rung, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.spec import ID_COUNT, RUNGS, CommandSpec, Provided, Rung, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.stack import Ground
 
 TESTS, REWARDS = "/tests", "/logs/verifier"
 _NOT_KEPT = "not kept (TB2_ISOLATION=none)"
@@ -57,7 +58,7 @@ def prepare(config: SpawnerConfig, server: Channel, commands_server: Channel) ->
         os.chdir(folder)
         for name in ("episodes", "trash", "shared/layers"):
             os.makedirs(name)
-        return Bare(server, commands_server, worktree.Ground(folder, _resolve(), (), in_memory=False))
+        return Bare(server, commands_server, Ground(folder, _resolve(), (), in_memory=False))
     raise OSError("; ".join(refusals))
 
 
@@ -74,7 +75,7 @@ class Bare:
     `staged` is how much was laid out before the verifier's files were.
     """
 
-    def __init__(self, server: Channel, commands_server: Channel, ground: worktree.Ground) -> None:
+    def __init__(self, server: Channel, commands_server: Channel, ground: Ground) -> None:
         self.server, self.commands_server, self.ground = server, commands_server, ground
         self.episode: SandboxSpec | None = None
         self.laid = Laid(os.path.abspath(RECORD), chown=ground.rung.has_id_range)
@@ -210,6 +211,8 @@ class Bare:
         try:
             self.laid.copy(f"shared/layers/{message['layer']}/tests", TESTS)
             self.laid.link(REWARDS, rewards)
+            for one in map(Provided.from_dict, message["provided"]):
+                self.laid.link(one.place, one.folder)
             pid = os.fork()
         except OSError:
             self.laid.undo(self.staged)

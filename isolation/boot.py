@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from tbench2_env.isolation import bare, laid, launcher, mask, probe, warden
+from tbench2_env.isolation import bare, frame, laid, launcher, mask, probe, warden
 from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed
@@ -82,7 +82,8 @@ def main(arguments: list[str]) -> None:
     # Looks for what this host offers with children of its own: before any other is born.
     provisions = Provisions(ground, to_warden, config.egress)
     if provisions.egress is not None:
-        mask.set_nameservers(ground.rung, provisions.egress.nameservers)
+        for layer in (mask, frame):
+            layer.set_nameservers(ground.rung, provisions.egress.nameservers)
     to_launcher, launcher_end = _pair()
     helpers = (
         _fork([server, launcher_server, to_warden, to_launcher, launcher_end], lambda: warden.main(warden_end)),

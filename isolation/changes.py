@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from tbench2_env.isolation import stack
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.spec import Rung, SandboxSpec
 
@@ -115,8 +116,7 @@ class Worktree:
         self._xattr = f"{rung.xattr_prefix}.overlay."
         self._compares_owners, self._thorough = rung.has_id_range, thorough
         self._folder = str(ground / "episodes" / spec.name)
-        layers = [str(ground / "shared/layers" / name / "root") for name in spec.layers]
-        self._layers = (*layers, str(ground / "shared/mask"), str(ground / "base"))
+        self._layers = tuple(str(ground / root) for root in stack.lowers(spec))
         # Where the root is made folder by folder, it is the same with the folders that have an upper of their own.
         own = [name.partition(".")[2] for name in os.listdir(self._folder) if name.startswith("upper.")]
         self.root = self._open_upper("upper", "", self._layers[:-1] if own else self._layers)

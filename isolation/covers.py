@@ -13,10 +13,10 @@ import os
 import shutil
 import stat
 
-from tbench2_env.isolation import mask, worktree
+from tbench2_env.isolation import mask, stack, worktree
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.spec import Cover, Rung
-from tbench2_env.isolation.worktree import Ground
+from tbench2_env.isolation.spec import Cover, Rung, SandboxSpec
+from tbench2_env.isolation.stack import Ground
 
 #: Larger files are not restored: no program that a verifier runs is that large.
 _RESTORED_MAX_BYTES = 64 << 20
@@ -24,6 +24,8 @@ _RESTORED_MAX_BYTES = 64 << 20
 _NONE, _FOLDER, _OPAQUE, _OTHER = "none", "folder", "opaque", "other"
 
 
+#: A layer's root, and a folder below it.
+_Place = tuple[str, str]
 #: What stands in the place of a file that is blanked.
 _EMPTY = "shared/empty"
 
@@ -32,30 +34,37 @@ class CannotCover(OSError):
     """A folder cannot be covered as it is now, because the agent made something else of it."""
 
 
-def make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> list[tuple[int, str]]:
-    """Detached mounts for `cover` on worktree `name` and where they belong. Raises: CannotCover, OSError."""
-    made = [(_make(ground, name, layers, cover), cover.folder)] if cover.hidden or cover.restored else []
+def make(ground: Ground, spec: SandboxSpec, cover: Cover) -> list[tuple[int, str]]:
+    """Detached mounts for `cover` on a worktree and where they belong. Raises: CannotCover, OSError."""
+    made = [(_make(ground, spec, cover), cover.folder)] if cover.hidden or cover.restored else []
     return [*made, *((_empty_file(), f"{cover.folder.rstrip('/')}/{entry}") for entry in cover.blank)]
 
 
-def _make(ground: Ground, name: str, layers: tuple[str, ...], cover: Cover) -> int:
-    pristine = _merged(ground, cover.folder, _pristine_roots(layers))
-    present = _merged(ground, cover.folder, [f"episodes/{name}/upper", *_pristine_roots(layers)])
+def _make(ground: Ground, spec: SandboxSpec, cover: Cover) -> int:
+    name = spec.name
+    upper, below = _places(ground, spec, cover.folder)
+    pristine, present = _merged(ground.rung, below), _merged(ground.rung, [upper, *below])
     if not present:
         raise CannotCover(errno.ENOTDIR, f"{cover.folder} is no folder that can be covered")
     own = f"episodes/{name}/cover.{len(os.listdir(f'episodes/{name}'))}"
-    for part in ("", "/top", "/upper", "/work"):
+    for part in ("", "/top"):
         os.mkdir(own + part, 0o755)
         mask.own(ground.rung, own + part)
     for entry in cover.hidden:
         os.mknod(f"{own}/top/{entry}", stat.S_IFCHR, os.makedev(0, 0))
     for entry in cover.restored:
         _restore(ground.rung, pristine, entry, f"{own}/top")
-    options: list[tuple[str, str | None]] = [("source", "cover")]
-    options += [("lowerdir+", path) for path in (f"{own}/top", *present)]
-    options += [("upperdir", f"{own}/upper"), ("workdir", f"{own}/work")]
-    options += ground.rung.overlay_pairs
-    return sc.mount_detached("overlay", options, sc.MOUNT_ATTR_NODEV)
+    return worktree.private_overlay(ground, own, [f"{own}/top", *present], sc.MOUNT_ATTR_NODEV)
+
+
+def _places(ground: Ground, spec: SandboxSpec, folder: str) -> tuple[_Place, list[_Place]]:
+    """Where the upper has a folder of the episode, and where the layers below have it, topmost first."""
+    top, _, rest = folder.strip("/").partition("/")
+    upper = f"episodes/{spec.name}/upper"
+    own = top in stack.own_folders(ground, spec)
+    return (f"{upper}.{top}", rest) if own else (upper, folder), [
+        (root, folder) for root in stack.lowers_of(ground, spec, top)
+    ]
 
 
 def _empty_file() -> int:
@@ -65,42 +74,22 @@ def _empty_file() -> int:
     return empty
 
 
-def discard_old(ground: Ground, name: str) -> None:
-    """Those of the verifiers before."""
-    for entry in os.listdir(f"episodes/{name}"):
-        if entry.startswith("cover."):
-            worktree.throw_away(ground, name, f"episodes/{name}/{entry}")
-
-
-def _pristine_roots(layers: tuple[str, ...]) -> list[str]:
-    """Roots of the layers below the agent's, topmost first."""
-    return [*(f"shared/layers/{layer}/root" for layer in layers), "shared/mask", "base"]
-
-
-def _merged(ground: Ground, folder: str, roots: list[str]) -> list[str]:
-    """The folders that `folder` of the episode is merged from, topmost first."""
+def _merged(rung: Rung, places: list[_Place]) -> list[str]:
+    """The folders that a folder of the episode is merged from, topmost first."""
     found = []
-    for root in roots:
-        path, ends = "", False
+    for root, folder in places:
+        path, ends = root, False
         for part in folder.strip("/").split("/"):
             path = f"{path}/{part}"
-            kind = _kind(_in_layer(ground, root, path), ground.rung)
+            kind = _kind(path, rung)
             ends = ends or kind in (_OPAQUE, _OTHER)
             if kind in (_NONE, _OTHER):
                 break
         else:
-            found.append(_in_layer(ground, root, path))
+            found.append(path.rstrip("/"))
         if ends:
             break
     return found
-
-
-def _in_layer(ground: Ground, root: str, path: str) -> str:
-    """Where a layer has the episode's `path`: an upper of its own for each top-level folder that has an overlay."""
-    top, _, below = path.strip("/").partition("/")
-    if root.endswith("/upper") and top in ground.own_folders:
-        return f"{root}.{top}/{below}".rstrip("/")
-    return root + path
 
 
 def _kind(path: str, rung: Rung) -> str:

@@ -180,6 +180,9 @@ def _user_namespace_of_agents(rung: Rung) -> int:
     userns.write_maps(STAGE + "/proc", pid, rung.inner_map_line)
     agents = os.open(f"{STAGE}/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     ours.close()
+    # Its end is awaited, or it would be among the episode's processes for a moment; ignored, it leaves no zombie.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
     return agents
 
 

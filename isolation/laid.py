@@ -71,10 +71,10 @@ class Laid:
             self._put(source, path)
 
     def link(self, path: str, to: str) -> None:
-        """Make the symbolic link `path` and the folder above it. Raises: OSError naming the path; nothing is left."""
+        """Make the symbolic link `path` and folders above it. Raises: OSError naming the path; nothing is left."""
         with self._all_or_nothing():
-            parent = os.path.dirname(path)
-            if not os.path.lexists(parent):
+            missing = [str(parent) for parent in Path(path).parents if not os.path.lexists(parent)]
+            for parent in reversed(missing):
                 os.mkdir(parent, 0o755)
                 self._note(parent)
             refuse_existing(path)

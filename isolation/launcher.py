@@ -104,10 +104,10 @@ class Launcher:
             return
         if pid == 0:
             spec = CommandSpec.from_dict(message["command"])
-            commands.become(spec, fds, self._enter(episode), lambda reason: self._failed(request, reason))
+            commands.become(spec, fds, self._enter(episode, spec.ids), lambda reason: self._failed(request, reason))
         self.running[pid] = Running(request, name)
 
-    def _enter(self, episode: Entrance) -> Callable[[], None]:
+    def _enter(self, episode: Entrance, ids: tuple[int, ...]) -> Callable[[], None]:
         def enter() -> None:
             provisions.take_place(episode.joins, episode.cpus)
             for name, kind in _KINDS.items():
@@ -116,6 +116,8 @@ class Launcher:
             userns.become_root(supplementary_groups=self.rung.has_id_range)
             if not self.rung.user_namespaces:
                 capabilities.confine_agent()
+            if ids and self.rung.has_id_range:
+                userns.become(*ids)
 
         return enter
 

@@ -36,16 +36,30 @@ def build(rung: Rung, hide: tuple[str, ...], own_folders: tuple[str, ...]) -> No
     if rung.foreign:
         for name in own_folders:
             _take_folders(name)
-    _add_file(rung, "etc/hosts", _HOSTS)
-    _add_file(rung, "etc/hostname", HOSTNAME + "\n")
-    _add_file(rung, "etc/resolv.conf", _read_or_empty("/etc/resolv.conf"))
+    for relative, text in {**identity_files(), **apt_files(rung)}.items():
+        _add_file(rung, relative, text)
     for name in (".bashrc", ".profile"):
         _add_file(rung, f"root/{name}", _read_or_empty(f"/etc/skel/{name}"))
 
 
 def set_nameservers(rung: Rung, nameservers: Sequence[str]) -> None:
     """What resolv.conf says in worktrees to come."""
-    _add_file(rung, "etc/resolv.conf", "".join(f"nameserver {address}\n" for address in nameservers))
+    _add_file(rung, "etc/resolv.conf", resolv_conf(nameservers))
+
+
+def resolv_conf(nameservers: Sequence[str]) -> str:
+    return "".join(f"nameserver {address}\n" for address in nameservers)
+
+
+def identity_files() -> dict[str, str]:
+    """Files of /etc that every episode has of its own: path below the root -> text."""
+    resolv = _read_or_empty("/etc/resolv.conf")
+    return {"etc/hosts": _HOSTS, "etc/hostname": HOSTNAME + "\n", "etc/resolv.conf": resolv}
+
+
+def apt_files(rung: Rung) -> dict[str, str]:
+    """Where an episode has one id only, apt must not try to download as a user of its own: that is fatal to it."""
+    return {} if rung.has_id_range else {"etc/apt/apt.conf.d/99tbench2": 'APT::Sandbox::User "root";\n'}
 
 
 def own(rung: Rung, path: str, uid: int = 0, gid: int = 0) -> None:
@@ -59,12 +73,14 @@ def system_folders() -> list[str]:
     return sorted(name for name in SYSTEM_FOLDERS if os.path.isdir(f"/{name}"))
 
 
-def hide_new_names() -> None:
-    """White out top-level names that are neither system folders nor private ones; again at each create, cheaply."""
+def hide_new_names() -> bool:
+    """White out top-level names that are neither system folders nor private ones; again at each create, cheaply.
+
+    Answers whether there were new ones.
+    """
     top = {path.split("/")[0] for path in PRIVATE_FOLDERS}
-    for name in os.listdir("base"):
-        if name not in SYSTEM_FOLDERS and name not in top:
-            _whiteout(name)
+    names = [name for name in os.listdir("base") if name not in SYSTEM_FOLDERS and name not in top]
+    return sum(_whiteout(name) for name in names) > 0
 
 
 def is_hidden_already(path: str) -> bool:
@@ -90,9 +106,12 @@ def _is_whiteout(path: str) -> bool:
     return os.path.lexists(path) and stat.S_ISCHR(os.lstat(path).st_mode)
 
 
-def _whiteout(relative: str) -> None:
+def _whiteout(relative: str) -> bool:
+    """Whether there was none yet."""
     with contextlib.suppress(FileExistsError):
         os.mknod(f"shared/mask/{relative}", stat.S_IFCHR, os.makedev(0, 0))
+        return True
+    return False
 
 
 # ---------------------------------------------------------------- folders

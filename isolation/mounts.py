@@ -134,12 +134,13 @@ _DEV: tuple[Operation, ...] = (
     Folder("/dev/shm"),
     Folder("/dev/pts"),
 )
-# /tests and /logs/verifier are mount points even while no verifier runs: without these pins the agent's `rmdir /tests`
+# /tests and those in /logs are mount points even while no verifier runs: without these pins the agent's `rmdir /tests`
 # detached the verifier's own mount, and a forged reward was read.
 _PINS: tuple[Operation, ...] = (
     Pin("/logs"),
     Filesystem("tmpfs", "/tests", "mode=755,size=4k,nr_inodes=2", _NO_DEV | sc.MS_RDONLY),
     Filesystem("tmpfs", "/logs/verifier", "mode=755,size=4k,nr_inodes=2", _NO_DEV | sc.MS_RDONLY),
+    Filesystem("tmpfs", "/logs/toolchain", "mode=755,size=4k,nr_inodes=2", _NO_DEV | sc.MS_RDONLY),
 )
 # Where root inside is root outside, these files of /proc would change the host, or tell of it. As docker has it.
 _PROC_OF_HOST_ROOT = tuple(f"/proc/{name}" for name in ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from tbench2_env.isolation import capabilities, mask, userns, worktree
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.spec import RUNGS, Rung, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.stack import Ground
 
 _EVERY_ID = [[0, 0, 0xFFFF_FFFF]]
 
@@ -40,7 +41,7 @@ def hidden_mounts() -> list[str]:
     return sorted(p for p in points if p != "/" and not mask.is_hidden_already(p) and not p.startswith("/etc/"))
 
 
-def choose_ground(config: SpawnerConfig) -> worktree.Ground:
+def choose_ground(config: SpawnerConfig) -> Ground:
     """Enter a mount namespace of our own and prepare the first scratch folder that takes a worktree.
 
     Raises: OSError with a paragraph of what was tried and which call refused.
@@ -67,7 +68,7 @@ def enter_own_user_namespace() -> None:
     userns.write_own_maps(uid, gid)
 
 
-def _try(rung: Rung, scratch: str, hide: tuple[str, ...]) -> worktree.Ground:
+def _try(rung: Rung, scratch: str, hide: tuple[str, ...]) -> Ground:
     folder = worktree.claim_folder(os.path.realpath(scratch))
     try:
         ground = worktree.prepare(folder, rung, (*hide, folder, os.path.dirname(folder)))

@@ -10,7 +10,7 @@ from tbench2_env.isolation import egress, limits
 from tbench2_env.isolation.channel import Channel
 from tbench2_env.isolation.limits import Affinity, Cgroups, Leaf
 from tbench2_env.isolation.spec import Limits, Network, SandboxSpec
-from tbench2_env.isolation.worktree import Ground
+from tbench2_env.isolation.stack import Ground
 
 #: Niceness of episodes where no cgroup shares out the CPU: server, helpers and trainer come first.
 _NICENESS = 5

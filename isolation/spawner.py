@@ -4,7 +4,8 @@ Three processes and three channels. The *server* (asyncio, many threads, may not
 create and destroy sandboxes and to run verifiers; it asks the *launcher*, a landlocked fork of the spawner, to run the
 agents' commands; the spawner hands the launcher each new episode's descriptors before it answers the server.
 
-    server -> spawner    {"id", "op": "create" | "check" | "destroy" | "verify" | "names" | "usage"}
+    server -> spawner    {"id", "op": "create" | "check" | "destroy" | "harvest" | "abandon" | "verify" | "names" |
+                                      "usage" | "view" | "unview"}
                          -> {"id", "ok"} or {"id", "error"}
     server -> launcher   {"id", "op": "exec"}; to both {"op": "kill"}
     events to the server {"event": "exit" | "failed", "id", ...}, {"event": "died", "name"}
@@ -20,62 +21,26 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tbench2_env.isolation import (
-    capabilities,
-    covers,
-    init,
-    launcher,
-    mounts,
-    probe,
-    processes,
-    userns,
-    worktree,
-)  # fmt: skip
-from tbench2_env.isolation import command as commands
+from tbench2_env.isolation import init, launcher, mounts, probe, processes, userns, worktree
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, receive_descriptors
+from tbench2_env.isolation.episodes import Episode
 from tbench2_env.isolation.gauge import Gauge
-from tbench2_env.isolation.provisions import Provision, Provisions, take_place
+from tbench2_env.isolation.harvest import Harvesters
+from tbench2_env.isolation.provisions import Provision, Provisions
 from tbench2_env.isolation.reactor import End, Reactor
-from tbench2_env.isolation.spec import CommandSpec, Cover, Network, SandboxSpec, encode
+from tbench2_env.isolation.spec import Network, SandboxSpec, encode
+from tbench2_env.isolation.stack import Ground
+from tbench2_env.isolation.verifiers import Verifiers
 
 #: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
 _LAST_CLEANING_S = 3
 _NAMES_MAX = 64
 #: Seconds to wait for killed episodes at the end; a process stuck in the kernel dies later.
 _LAST_REAPING_S = 2.0
-
-
-@dataclass
-class Episode:
-    """A sandbox as the spawner knows it. `pid` is its PID 1, in the host's numbering."""
-
-    spec: SandboxSpec
-    pid: int
-    pidfd: int
-    created_by: int
-    provision: Provision
-    channel: socket.socket | None = None
-    destroyed_by: int | None = None
-    #: Why it was killed, if the warden did it.
-    reason: str = "its PID 1 was killed"
-    proc: int = -1
-    #: Inode of the namespace, of the kind that tells agents from verifiers here, that the agent's processes live in.
-    agents: int = -1
-    verifiers: set[int] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-
-@dataclass(frozen=True)
-class Verifier:
-    request: int
-    episode: Episode
 
 
 @dataclass(frozen=True)
@@ -88,14 +53,15 @@ class Helpers:
 
 
 class Spawner:
-    """State: episodes by name, running verifiers by process id."""
+    """State: episodes by name, and the processes that work on them besides their own."""
 
-    def __init__(self, server: Channel, helpers: "Helpers", ground: worktree.Ground, provisions: Provisions) -> None:
+    def __init__(self, server: Channel, helpers: "Helpers", ground: Ground, provisions: Provisions) -> None:
         self.server, self.ground, self.provisions = server, ground, provisions
         self.launcher, self.warden, self.helpers = helpers.launcher, helpers.warden, helpers.pids
         self.pause = init.pause_descriptor()
         self.episodes: dict[str, Episode] = {}
-        self.verifiers: dict[int, Verifier] = {}
+        self.verifiers = Verifiers(server, ground)
+        self.harvesters = Harvesters(ground.rung)
         self._asked_for_usage: dict[int, Episode] = {}
         self.reactor = Reactor(on_child=self._child_ended)
         self.reactor.watch(server.fileno(), self._request)
@@ -203,7 +169,7 @@ class Spawner:
     def _creation_failed(self, episode: Episode, error: OSError) -> None:
         """PID 1 is gone or going; its end is not the death of an episode that anybody has."""
         self._forget_channel(episode)
-        self._signal_init(episode)
+        episode.kill()
         self._discard(episode)
         self._answer(episode.created_by, error=f"cannot set up the sandbox: {error.strerror or error}")
 
@@ -211,8 +177,8 @@ class Spawner:
         """Hand the launcher the descriptors of a new episode's namespaces."""
         opened = dict(handed_out)
         try:
-            for kind in self._kinds(episode):
-                opened[kind] = self._open_namespace(episode, kind)
+            for kind in episode.kinds:
+                opened[kind] = episode.open_namespace(kind)
             episode.agents = os.fstat(opened["user" if self.ground.rung.user_namespaces else "mnt"]).st_ino
             descriptors = {**opened, "proc": episode.proc}
             message: dict[str, Any] = {"op": "add", "name": episode.name, "descriptors": list(descriptors)}
@@ -222,96 +188,27 @@ class Spawner:
         finally:
             close_all(list(opened.values()))
 
-    def _kinds(self, episode: Episode) -> list[str]:
-        """The namespaces of the episode that whoever enters it joins, besides the user namespace."""
-        return ["pid", "mnt", "ipc", "uts", *([] if episode.spec.network is Network.HOST else ["net"])]
-
     def _forget_channel(self, episode: Episode) -> None:
         if episode.channel is not None:
             self.reactor.forget(episode.channel.fileno())
             episode.channel.close()
             episode.channel = None
 
-    def _open_namespace(self, episode: Episode, name: str) -> int:
-        return os.open(f"/proc/{episode.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    # ------------------------------------------------------------ views
+    def _view(self, message: dict[str, Any], fds: list[int]) -> None:
+        folder = worktree.create_view(self.ground, SandboxSpec.from_dict(message["spec"]))
+        self.server.send({"id": message["id"], "ok": True, "folder": folder})
+
+    def _unview(self, message: dict[str, Any], fds: list[int]) -> None:
+        worktree.remove_view(message["name"])
+        self._answer(message["id"])
 
     # ------------------------------------------------------------ verify
     def _verify(self, message: dict[str, Any], fds: list[int]) -> None:
-        request, episode = message["id"], self._episode(message["name"])
-        command = CommandSpec.from_dict(message["command"])
-        mounted = self._verifier_mounts(episode, message)
-        kinds = [*self._kinds(episode), *(["user"] if self.ground.rung.user_namespaces else [])]
-        opened = {kind: self._open_namespace(episode, kind) for kind in kinds}
-        try:
-            pid = processes.fork_aside_into(opened["pid"])
-            if pid == 0:
-                request = message["id"]
-                commands.become(
-                    command,
-                    fds,
-                    self._enter_as_verifier(episode, opened, mounted),
-                    lambda reason: self._failed(request, reason),
-                )
-            self.verifiers[pid] = Verifier(message["id"], episode)
-            episode.verifiers.add(pid)
-        finally:
-            close_all([*(fd for fd, _ in mounted), *opened.values()])
-
-    def _verifier_mounts(self, episode: Episode, message: dict[str, Any]) -> list[tuple[int, str]]:
-        """Detached mounts and where a verifier has them."""
-        covers.discard_old(self.ground, episode.name)
-        tests, logs = worktree.verifier_mounts(self.ground, episode.name, message["layer"])
-        mounted = [(tests, "/tests"), (logs, "/logs/verifier")]
-        try:
-            for cover in map(Cover.from_dict, message["covers"]):
-                mounted += covers.make(self.ground, episode.name, episode.spec.layers, cover)
-        except OSError:
-            close_all([fd for fd, _ in mounted])
-            raise
-        return mounted
-
-    def _enter_as_verifier(
-        self, episode: Episode, opened: dict[str, int], mounted: list[tuple[int, str]]
-    ) -> Callable[[], None]:
-        def enter() -> None:
-            take_place(episode.provision.verifier_joins, sorted(episode.provision.cpus))
-            sc.setns(opened["mnt"], sc.CLONE_NEWNS)
-            # Still outside the episode's user namespace: with these mounts made inside it, root there remounted
-            # /tests read-write and changed the pristine files.
-            sc.unshare(sc.CLONE_NEWNS)
-            for fd, place in mounted:
-                sc.move_mount(fd, place)
-            sc.setns(opened["ipc"], sc.CLONE_NEWIPC)
-            sc.setns(opened["uts"], sc.CLONE_NEWUTS)
-            if "net" in opened:
-                sc.setns(opened["net"], sc.CLONE_NEWNET)
-            if "user" in opened:
-                sc.setns(opened["user"], sc.CLONE_NEWUSER)
-            userns.become_root(supplementary_groups=self.ground.rung.has_id_range)
-            if "user" not in opened:
-                capabilities.confine_verifier()
-
-        return enter
-
-    def _failed(self, request: int, reason: str) -> None:
-        self.server.send({"event": "failed", "id": request, "error": reason})
+        self.verifiers.start(self._episode(message["name"]), message, fds)
 
     def _kill(self, message: dict[str, Any], fds: list[int]) -> None:
-        for pid, verifier in self.verifiers.items():
-            if verifier.request == message["target"]:
-                os.kill(pid, signal.SIGKILL)  # it may not have become one yet
-                self._kill_verifier(verifier.episode)
-
-    def _kill_verifier(self, episode: Episode) -> None:
-        """Kill all that verifiers left in the episode: whatever is neither the agent's nor PID 1."""
-        with contextlib.suppress(OSError):
-            if self.ground.rung.user_namespaces:
-                own = os.stat(f"/proc/{episode.pid}/ns/user").st_ino
-                wanted = processes.in_user_namespace(episode.proc, own, but_not=episode.agents)
-            else:
-                # Only verifiers may make mount namespaces, and each has one of its own.
-                wanted = processes.in_other_mount_namespace(episode.proc, episode.agents)
-            processes.kill_where(episode.proc, wanted)
+        self.verifiers.kill(message["target"])
 
     # ------------------------------------------------------------ ends
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -319,12 +216,21 @@ class Spawner:
         episode.destroyed_by = message["id"]
         self._kill_init(episode)
 
+    def _harvest(self, message: dict[str, Any], fds: list[int]) -> None:
+        episode = self._live_episode(message["name"])
+        episode.harvest_to = message["target"]
+        self._destroy(message, fds)
+
+    def _abandon(self, message: dict[str, Any], fds: list[int]) -> None:
+        """End a harvest at once; it is answered when its process has ended."""
+        if message["name"] in self.episodes:
+            self.episodes[message["name"]].harvest_to = None
+        self.harvesters.kill(message["name"])
+        self._answer(message["id"])
+
     def _check(self, message: dict[str, Any], fds: list[int]) -> None:
         """Whether the episode lives: asked when a command was killed, which is heard of before its PID 1's end."""
-        episode = self._episode(message["name"])
-        if processes.is_exiting(episode.pid):
-            self._listen_to_warden()
-            raise ValueError(f"the sandbox is dead: {episode.reason}")
+        episode = self._live_episode(message["name"])
         leaf = episode.provision.leaf
         self.server.send({"id": message["id"], "ok": True, "hits": {} if leaf is None else leaf.hits()})
 
@@ -336,13 +242,9 @@ class Spawner:
             gauge.close()
 
     def _kill_init(self, episode: Episode) -> None:
-        """Killing PID 1 kills all of its namespace. The launcher's descriptors would keep the namespaces alive."""
-        self._signal_init(episode)
+        """The launcher's descriptors would keep the namespaces alive."""
+        episode.kill()
         self._drop(episode)
-
-    def _signal_init(self, episode: Episode) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(episode.pidfd, signal.SIGKILL)
 
     def _drop(self, episode: Episode) -> None:
         self.launcher.send({"op": "drop", "name": episode.name})
@@ -352,18 +254,25 @@ class Spawner:
             raise ValueError(f"there is no sandbox {name!r} any more")
         return self.episodes[name]
 
+    def _live_episode(self, name: str) -> Episode:
+        episode = self._episode(name)
+        if processes.is_exiting(episode.pid):
+            self._listen_to_warden()
+            raise ValueError(f"the sandbox is dead: {episode.reason}")
+        return episode
+
     def _child_ended(self, pid: int, end: End) -> None:
-        verifier = self.verifiers.pop(pid, None)
-        if verifier is not None:
-            verifier.episode.verifiers.discard(pid)
-            # Not while another runs, which would be killed, too; its own end cleans up.
-            if verifier.episode.name in self.episodes and not verifier.episode.verifiers:
-                self._kill_verifier(verifier.episode)
-            self.server.send({"event": "exit", "id": verifier.request, **end.to_dict()})
+        verified = self.verifiers.episode_of(pid)
+        if verified is not None:
+            self.verifiers.ended(pid, end, lives=verified.name in self.episodes)
             return
         episode = next((one for one in self.episodes.values() if one.pid == pid), None)
         if episode is not None and episode.channel is None:
             self._init_ended(episode)
+        elif (harvester := self.harvesters.pop(pid)) is not None:
+            why = harvester.why(end)
+            worktree.discard(self.ground, harvester.name)
+            self._answer(harvester.request, why)
         elif pid in self.helpers:
             # Without it nothing can be run, or held to its limits, any more: end, and say so by ending.
             raise ChannelClosed
@@ -375,13 +284,21 @@ class Spawner:
             self._discard(episode)  # before the news: the server then deletes what was renamed away
             self.server.send({"event": "died", "name": episode.name, "reason": episode.reason})
             return
+        if episode.harvest_to is not None:
+            self._release(episode)
+            self.harvesters.start(episode.name, episode.harvest_to, episode.destroyed_by)
+            return
         self._discard(episode)
         self._answer(episode.destroyed_by)
 
     def _discard(self, episode: Episode) -> None:
+        worktree.discard(self.ground, episode.name)
+        self._release(episode)
+
+    def _release(self, episode: Episode) -> None:
+        """Give back all that it has but its worktree."""
         self.episodes.pop(episode.name, None)
         close_all([fd for fd in (episode.pidfd, episode.proc) if fd >= 0])
-        worktree.discard(self.ground, episode.name)
         self.provisions.take_back(episode.name, episode.provision)
 
     # ------------------------------------------------------------ limits
@@ -425,12 +342,14 @@ class Spawner:
         self.launcher.mute()
         self.warden.mute()
         for episode in list(self.episodes.values()):
+            episode.harvest_to = None
             self._kill_init(episode)
+        self.harvesters.kill()
         self.reactor.forget(self.server.fileno())
         self.reactor.forget(self.warden.fileno())
         self.helpers = ()
         deadline = time.monotonic() + _LAST_REAPING_S
-        while self.episodes and time.monotonic() < deadline:
+        while (self.episodes or self.harvesters) and time.monotonic() < deadline:
             self.reactor.turn(50)
         signal.signal(signal.SIGALRM, lambda number, frame: os._exit(0))
         signal.alarm(_LAST_CLEANING_S)

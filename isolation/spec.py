@@ -15,6 +15,7 @@ SYSTEM_FOLDERS = frozenset({"usr", "bin", "sbin", "lib", "lib32", "lib64", "libx
 PRIVATE_FOLDERS = {
     "tmp": 0o1777, "var/tmp": 0o1777, "run": 0o755, "run/lock": 0o1777, "root": 0o700, "home": 0o755, "mnt": 0o755,
     "media": 0o755, "proc": 0o555, "sys": 0o555, "dev": 0o755, "tests": 0o755, "logs": 0o755, "logs/verifier": 0o755,
+    "logs/toolchain": 0o755,
 }  # fmt: skip
 #: The episode's hostname is one for all, so that /etc/hosts can be part of the shared mask.
 HOSTNAME = "tbench"
@@ -176,16 +177,21 @@ class Limits(_Data):
 
 @dataclass(frozen=True)
 class SandboxSpec(_Data):
-    """One sandbox: a worktree over `layers` over the node's root, and what it may use.
+    """One sandbox: a worktree over `layers` over `stored` layers over the node's root, and what it may use.
 
     `name` is unique in the server's scratch folder. `layers` are names of folders made with `Spawner.layers`, the
-    topmost first.
+    topmost first. `stored` are absolute paths of folders of the host, the topmost first: what overlayfs takes as lower
+    layers (whiteouts, opaque folders), with owners shifted as the rung does. Not `over_node`: nothing of the node's
+    root is below, they are all there is. `building`: its upper can become a stored layer, see `Sandbox.harvest`.
     """
 
     name: str
     layers: tuple[str, ...] = ()
     network: Network = Network.HOST
     limits: Limits = Limits()
+    stored: tuple[str, ...] = ()
+    over_node: bool = True
+    building: bool = False
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -198,7 +204,8 @@ class CommandSpec(_Data):
     """One program to start in a sandbox: the file `path` with `argv`, in `cwd`, which is made if it is missing.
 
     `path` is absolute, so that nothing an agent put on a PATH is ever run in its place. `tty` gives the program a
-    terminal of its own instead of the passed descriptors.
+    terminal of its own instead of the passed descriptors. `ids` are the agent's user, group and further groups, root's
+    if there are none; where an episode has one id only, it is that.
     """
 
     path: str
@@ -206,6 +213,7 @@ class CommandSpec(_Data):
     cwd: str
     env: dict[str, str]
     tty: bool = False
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,20 @@ class Cover(_Data):
     hidden: tuple[str, ...] = ()
     restored: tuple[str, ...] = ()
     blank: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Provided(_Data):
+    """A folder of the host, an absolute path, that a verifier alone sees, read-only, at `place` of the episode.
+
+    Who owns its files there does not matter if everybody may read them: owners are as on the disk. With `writable` it
+    can be written to, which changes nothing for anybody else and is gone with the verifier: a folder as `stored` ones
+    of a `SandboxSpec` are. Without isolation there is no such thing.
+    """
+
+    folder: str
+    place: str
+    writable: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x4_0000
 MNT_DETACH = 2
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
-MOVE_MOUNT_F_EMPTY_PATH = 0x4
+MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 0x4, 0x40
 FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC = 1, 1
 FSCONFIG_SET_FLAG, FSCONFIG_SET_STRING, FSCONFIG_CMD_CREATE = 0, 1, 6
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 0x1, 0x2, 0x4, 0x8
 MOUNT_ATTR_IDMAP = 0x0010_0000
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 
-TMPFS_MAGIC = 0x0102_1994  # linux/magic.h
+TMPFS_MAGIC, OVERLAYFS_SUPER_MAGIC = 0x0102_1994, 0x794C_7630  # linux/magic.h
 # linux/openat2.h
 RESOLVE_NO_XDEV, RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH = 0x1, 0x4, 0x8
 
@@ -63,6 +63,7 @@ _libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
 _libc.pivot_root.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
 _libc.capset.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
 _libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+_libc.syncfs.argtypes = (ctypes.c_int,)
 _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 _USERNS_ADVICE = (
@@ -104,6 +105,7 @@ _ADVICE = {
     ("open_tree", errno.EPERM): _ADMIN_ADVICE,
     ("fsopen", errno.ENODEV): "the kernel has no overlayfs: load the module overlay",
     ("fsconfig upperdir", errno.EINVAL): _UPPER_ADVICE,
+    ("fsconfig lowerdir+", errno.EINVAL): "a stack of many layers needs Linux 6.5",
 }
 
 
@@ -185,6 +187,11 @@ def filesystem_type(path: str) -> int:
     return int(struct.unpack_from("l", buffer)[0]) & 0xFFFF_FFFF
 
 
+def syncfs(fd: int) -> None:
+    """Write everything of the file system that `fd` is on to its disk."""
+    _check(_libc.syncfs(fd), "syncfs", f"fd {fd}")
+
+
 def open_folder_beneath(folder_fd: int, path: bytes) -> int:
     """The folder `path` below `folder_fd`, whatever somebody makes of the components of `path` at this moment."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -203,6 +210,12 @@ def move_mount(mount_fd: int, target: str) -> None:
         "move_mount", _long(mount_fd), b"", _long(AT_FDCWD), target.encode(), _long(MOVE_MOUNT_F_EMPTY_PATH),
         detail=target,
     )  # fmt: skip
+
+
+def move_mount_onto(mount_fd: int, folder_fd: int, target: str) -> None:
+    """The same onto an open folder, known as `target`, whatever somebody makes of its path at this moment."""
+    flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
+    _syscall("move_mount", _long(mount_fd), b"", _long(folder_fd), b"", _long(flags), detail=target)
 
 
 def mount_setattr(mount_fd: int, attr_set: int, userns_fd: int = 0, *, recursive: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Worktrees: an episode's upper over the task's layers, over the mask, over the node's root.
+"""Worktrees: an episode's upper over a stack of layers (see `stack`), and the ground that they stand on.
 
 The ground is what all worktrees of one server share. It lives in a folder of the scratch, which is the spawner's
 working directory, because paths given to overlayfs may have 255 characters at most (fsconfig(2)):
@@ -7,9 +7,10 @@ working directory, because paths given to overlayfs may have 255 characters at m
     base/         the node's root, cloned without what is mounted on it (and idmapped on rung 1); where an episode's
                   root is made folder by folder, only the system folders, each a clone
     sysfs/        the host's /sys, read-only
-    shared/       a tmpfs: mask/ and layers/NAME/
+    shared/       a tmpfs: mask/, frame/, layers/NAME/, and overlays that are mounted in it: node/, views/NAME/
     episodes/NAME/  upper/ and work/ of the overlay (upper.usr/ and work.usr/ for a folder of its own), verifier/ for
-                  /logs/verifier; a tmpfs of its own where the scratch is one, which bounds it
+                  /logs/verifier, and what a verifier writes elsewhere: tests/, provided.N/, cover.N/; a tmpfs of its
+                  own where the scratch is one, which bounds it
     trash/        discarded worktrees, to be deleted by the server
 
 Why a tmpfs: a lower layer inside another lower layer's filesystem tree is ELOOP, and / holds the scratch.
@@ -20,29 +21,20 @@ import errno
 import fcntl
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from tbench2_env.isolation import mask, userns
+from tbench2_env.isolation import frame, mask, stack, userns
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.spec import Limits, Rung, SandboxSpec
+from tbench2_env.isolation.stack import Ground
 
 _READ_ONLY = sc.MOUNT_ATTR_RDONLY | sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV
 PREFIX = "tbench2-"
 _MOUNT_POINTS = ("base", "sysfs", "shared")
-
-
-@dataclass(frozen=True)
-class Ground:
-    """What all worktrees of a server stand on. Its folder is the spawner's working directory.
-
-    `own_folders` are top-level folders that have an overlay each; none where one overlay holds the whole root.
-    """
-
-    folder: str
-    rung: Rung
-    own_folders: tuple[str, ...]
-    in_memory: bool
+_VERIFIER_ATTRIBUTES = sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV
+#: Folders of episodes/NAME that are a verifier's, up to a dot.
+_OF_VERIFIERS = ("verifier", "tests", "provided", "cover")
 
 
 def claim_folder(scratch: str) -> str:
@@ -84,14 +76,16 @@ def demolish(folder: str) -> None:
 
 def remove(folder: str) -> None:
     """Remove a ground's folder in which nothing is mounted, as seen from here; mount points are only ever rmdir'ed."""
-    for name in ("episodes", "trash", "shared"):
-        delete(f"{folder}/{name}")
-    # The lock goes last: what cannot be removed now is found by a later sweep.
+    # By any name: a removal that was interrupted, or that another one was in the way of, left parts beside `trash`.
     with contextlib.suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False) and entry.name not in ("base", "sysfs"):
+                delete(entry.path)
         for name in _MOUNT_POINTS:
             with contextlib.suppress(FileNotFoundError):
                 os.rmdir(f"{folder}/{name}")
-        with contextlib.suppress(FileNotFoundError):
+        # The lock goes last: what cannot be removed now is found by a later sweep.
+        if os.listdir(folder) == ["lock"]:
             os.unlink(f"{folder}/lock")
         os.rmdir(folder)
 
@@ -99,23 +93,26 @@ def remove(folder: str) -> None:
 def delete(path: str) -> None:
     """Delete a tree that an agent made, however deep and whatever its modes; what cannot be deleted is left.
 
-    Folders are moved up beside `path` one by one: so nothing recurses, and no path becomes too long.
+    Folders are moved up beside `path` one by one: so nothing recurses, and no path becomes too long. Another deletion
+    of the same tree may be under way; what it is at is left to it.
     """
-    folders = [path]
+    folders, beside = [path], f"{path}.{os.urandom(8).hex()}"
     moved = 0
     while folders:
         folder = folders.pop()
         with contextlib.suppress(OSError):
             os.chmod(folder, 0o700)  # root of a user namespace can do without, but the server may not be that
             with os.scandir(folder) as entries:
-                for entry in list(entries):
+                found = list(entries)
+            for entry in found:
+                with contextlib.suppress(OSError):
                     if not entry.is_dir(follow_symlinks=False):
                         os.unlink(entry.path)
                         continue
-                    moved += 1
-                    folders.append(f"{path}.{moved}")
                     os.chmod(entry.path, 0o700)
-                    os.rename(entry.path, folders[-1])
+                    os.rename(entry.path, f"{beside}.{moved}")
+                    folders.append(f"{beside}.{moved}")
+                    moved += 1
             os.rmdir(folder)
 
 
@@ -131,7 +128,11 @@ def prepare(folder: str, rung: Rung, hide: tuple[str, ...]) -> Ground:
     _attach_sysfs()
     _attach_tmpfs(rung)
     mask.build(rung, hide, own_folders)
-    return Ground(folder, rung, own_folders, in_memory=sc.filesystem_type(".") == sc.TMPFS_MAGIC)
+    frame.build(rung)
+    return Ground(
+        folder, rung, own_folders, in_memory=sc.filesystem_type(".") == sc.TMPFS_MAGIC,
+        stacks=sc.filesystem_type("/") != sc.OVERLAYFS_SUPER_MAGIC,
+    )  # fmt: skip
 
 
 def _attach_root(rung: Rung) -> tuple[str, ...]:
@@ -181,7 +182,7 @@ def open_sysfs(path: str) -> int:
 
 def _attach_tmpfs(rung: Rung) -> None:
     _attach(sc.mount_detached("tmpfs", [("mode", "755")]), "shared")
-    for name in ("shared/mask", "shared/layers"):
+    for name in ("shared/mask", "shared/layers", *stack.NOTHING):
         Path(name).mkdir()
         mask.own(rung, name)
     Path("shared/empty").touch(0o444)
@@ -198,8 +199,7 @@ def create(ground: Ground, spec: SandboxSpec) -> list[tuple[int, str]]:
 
     Raises: OSError; nothing is left then.
     """
-    if not ground.own_folders:
-        mask.hide_new_names()
+    _hide_new_names(ground, spec)
     folder = f"episodes/{spec.name}"
     os.mkdir(folder, 0o755)
     mounts: list[tuple[int, str]] = []
@@ -208,7 +208,7 @@ def create(ground: Ground, spec: SandboxSpec) -> list[tuple[int, str]]:
             _attach(sc.mount_detached("tmpfs", _bounds(spec.limits)), folder)
         _make(ground.rung, folder)
         _make(ground.rung, f"{folder}/verifier")
-        for name in ("", *ground.own_folders):
+        for name in ("", *stack.own_folders(ground, spec)):
             mounts.append((_overlay(ground, spec, name), f"/{name}" if name else ""))
     except OSError:
         for fd, _ in mounts:
@@ -216,6 +216,11 @@ def create(ground: Ground, spec: SandboxSpec) -> list[tuple[int, str]]:
         discard(ground, spec.name)
         raise
     return mounts
+
+
+def _hide_new_names(ground: Ground, spec: SandboxSpec) -> None:
+    if spec.over_node and not ground.own_folders and mask.hide_new_names():
+        stack.forget_merged_node()
 
 
 def _bounds(limits: Limits) -> list[tuple[str, str | None]]:
@@ -229,11 +234,38 @@ def _make(rung: Rung, path: str) -> None:
     mask.own(rung, path)
 
 
+def create_view(ground: Ground, spec: SandboxSpec) -> str:
+    """Mount the stored layers, and the node below them if the spec says so, read-only; answers with the folder.
+
+    Raises: OSError; nothing is left then.
+    """
+    _hide_new_names(ground, spec)
+    folder = f"shared/views/{spec.name}"
+    os.makedirs(folder)
+    try:
+        for name in ("", *stack.own_folders(ground, spec)):
+            options = [("source", "view"), *stack.view_options(ground, spec, name)]
+            attributes = sc.MOUNT_ATTR_RDONLY | sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV
+            _attach(stack.mount(spec, options, attributes), f"{folder}/{name}")
+    except OSError:
+        remove_view(spec.name)
+        raise
+    return folder
+
+
+def remove_view(name: str) -> None:
+    """One that is gone already is no error."""
+    with contextlib.suppress(OSError):
+        sc.umount(f"shared/views/{name}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(f"shared/views/{name}")
+
+
 def describe(ground: Ground) -> list[str]:
     """The overlays of an episode, for people to read."""
     found = []
     for name in ("", *ground.own_folders):
-        options = _overlay_options(ground, SandboxSpec("EPISODE", ("TASK",)), name)
+        options = stack.overlay_options(ground, SandboxSpec("EPISODE", ("TASK",)), name)
         found.append(
             f"overlay on /{name} ({','.join(key if value is None else f'{key}={value}' for key, value in options)})"
         )
@@ -242,36 +274,39 @@ def describe(ground: Ground) -> list[str]:
 
 def _overlay(ground: Ground, spec: SandboxSpec, name: str) -> int:
     """The overlay of the root, or of the top-level folder `name`."""
-    options = _overlay_options(ground, spec, name)
+    options = stack.overlay_options(ground, spec, name)
     for key, value in options:
         if key in ("upperdir", "workdir") and value is not None:
             _make(ground.rung, value)
-    return sc.mount_detached("overlay", [("source", "episode"), *options], sc.MOUNT_ATTR_NODEV)
-
-
-def _overlay_options(ground: Ground, spec: SandboxSpec, name: str) -> list[tuple[str, str | None]]:
-    suffix, below = (f".{name}", f"/{name}") if name else ("", "")
-    upper, work = (f"episodes/{spec.name}/{kind}{suffix}" for kind in ("upper", "work"))
-    lowers = [f"shared/layers/{layer}/root{below}" for layer in spec.layers]
-    lowers = [path for path in lowers if not name or os.path.isdir(path)]
-    lowers.append(f"shared/mask{below}")
-    # Folder by folder, the root holds what the mask and the task put there, and nothing of the node's.
-    if name or not ground.own_folders:
-        lowers.append(f"base{below}")
-    return [("lowerdir", ":".join(lowers)), ("upperdir", upper), ("workdir", work), *ground.rung.overlay_pairs]
+    return stack.mount(spec, [("source", "episode"), *options], sc.MOUNT_ATTR_NODEV)
 
 
 def verifier_mounts(ground: Ground, name: str, layer: str) -> tuple[int, int]:
-    """Detached mounts of a task's pristine tests, read-only, and of an empty folder for /logs/verifier."""
-    folder = f"episodes/{name}/verifier"
-    if os.listdir(folder):
-        throw_away(ground, name, folder)
-        _make(ground.rung, folder)
-    tests = sc.open_tree(f"shared/layers/{layer}/tests")
-    sc.mount_setattr(tests, _READ_ONLY)
-    logs = sc.open_tree(folder)
-    sc.mount_setattr(logs, sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV)
+    """Detached mounts of a task's tests and of an empty folder for /logs/verifier.
+
+    The tests are pristine and may be written to, as some harnesses do: what is written is this verifier's alone.
+    """
+    tests = private_overlay(ground, f"episodes/{name}/tests", [f"shared/layers/{layer}/tests"])
+    _make(ground.rung, f"episodes/{name}/verifier")
+    logs = sc.open_tree(f"episodes/{name}/verifier")
+    sc.mount_setattr(logs, _VERIFIER_ATTRIBUTES)
     return tests, logs
+
+
+def private_overlay(ground: Ground, own: str, lowers: Sequence[str], attributes: int = _VERIFIER_ATTRIBUTES) -> int:
+    """A detached overlay over `lowers`, topmost first; what is written to it is below `own`, which is made."""
+    for folder in ("", "/upper", "/work"):
+        _make(ground.rung, own + folder)
+    uppers = [("upperdir", f"{own}/upper"), ("workdir", f"{own}/work")]
+    options = [*stack.lower_options(lowers), *uppers, *ground.rung.overlay_pairs]
+    return sc.mount_detached("overlay", [("source", "verifier"), *options], attributes)
+
+
+def discard_verifiers(ground: Ground, name: str) -> None:
+    """Throw away what the verifiers before wrote."""
+    for entry in os.listdir(f"episodes/{name}"):
+        if entry.partition(".")[0] in _OF_VERIFIERS and os.listdir(f"episodes/{name}/{entry}"):
+            throw_away(ground, name, f"episodes/{name}/{entry}")
 
 
 def throw_away(ground: Ground, name: str, path: str) -> None:
@@ -289,3 +324,17 @@ def discard(ground: Ground, name: str) -> None:
             with contextlib.suppress(OSError):  # it may not have been mounted yet
                 sc.umount(f"episodes/{name}")
         os.rename(f"episodes/{name}", f"trash/{name}")
+
+
+def held_bytes(ground: str, entries_max: int) -> int:
+    """Bytes that all worktrees of a scratch folder hold, trash included; counts at most `entries_max` files."""
+    total = 0
+    for kind in ("episodes", "trash"):
+        for parent, _, files in os.walk(f"{ground}/{kind}"):
+            for name in files:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            entries_max -= len(files)
+            if entries_max < 0:
+                return total
+    return total

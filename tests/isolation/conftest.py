@@ -1,6 +1,5 @@
 """Fixtures: a spawner of the test's own, and after the test the proof that nothing is left of it."""
 
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tbench2_env.isolation import worktree
 
 from .rig import Rig, own_descriptors
 from .scene import Scene
@@ -29,7 +30,8 @@ def host_folder() -> Iterator[HostFolder]:
 
     yield make
     for folder in made:
-        shutil.rmtree(folder)
+        worktree.delete(str(folder))  # there may be folders in it that their owner may not enter
+        assert not folder.exists()
 
 
 @pytest.fixture

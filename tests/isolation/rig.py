@@ -12,10 +12,14 @@ from typing import Any, Self
 
 import pytest
 
+from support.node import BEST_RUNG as BEST_RUNG
+from support.node import IDS_ARE_FAKED as IDS_ARE_FAKED
+from support.node import NODE
+from support.node import ROOT_IS_OVERLAY as ROOT_IS_OVERLAY
+from support.node import RUNGS_HERE as RUNGS_HERE
 from support.server import descendants
-from tbench2_env.isolation import probe
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import RUNGS, CommandSpec, Cover, Limits, Network, SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.spec import CommandSpec, Cover, Limits, Network, Provided, SandboxSpec, SpawnerConfig
 
 from .child import stat_fields
 
@@ -23,28 +27,19 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PF_EXITING = 0x4  # linux/sched.h
 NO_LIMITS = Limits()
 ENV = {"PATH": PATH, "HOME": "/root"}
-#: An imitated node (tests/on_host.py) says which it is.
-_NODE = os.environ.get("TB2_TEST_NODE", "")
-_ENROOT = _NODE.startswith("enroot-")
-#: Rungs of the ladder that this node allows, best first. Nobody's spawner is in a user namespace that we are not in.
-RUNGS_HERE = (
-    [RUNGS["5"]]
-    if _NODE == "nobody"
-    else [probe.resolve(name) for name in {"no-userns": ["3"], "": ["1", "2", "3", "4"]}.get(_NODE, ["E"])]
-)
-BEST_RUNG = RUNGS_HERE[0]
-#: Whether chown, set*id and setgroups answer success without doing anything.
-IDS_ARE_FAKED = _ENROOT
 #: Makes a command another user's, as far as episodes have others.
 AS_ANOTHER_USER = "setpriv --reuid 33 --clear-groups" if IDS_ARE_FAKED or BEST_RUNG.has_id_range else ""
-ROOT_IS_OVERLAY = _NODE == "enroot-overlay"
-USER_NAMESPACES = _NODE != "no-userns"
+USER_NAMESPACES = NODE != "no-userns"
 #: Whether we are root over the network and the cgroup that we are in.
-HOST_NETWORK_IS_OURS = CGROUPS_ARE_OURS = _NODE in ("", "no-userns")
+HOST_NETWORK_IS_OURS = CGROUPS_ARE_OURS = NODE in ("", "no-userns")
 
 
 def bash(script: str, *, cwd: str = "/", env: Mapping[str, str] = ENV, tty: bool = False) -> CommandSpec:
     return CommandSpec("/bin/bash", ("bash", "-c", script), cwd, dict(env), tty)
+
+
+def fresh_name() -> str:
+    return f"sandbox-{uuid.uuid4().hex[:8]}"
 
 
 def unshare(options: str) -> str:
@@ -145,9 +140,9 @@ class Rig:
         """All helpers have answered, so they have set themselves up."""
         with pytest.raises(SandboxError, match="no sandbox"):
             await self.spawner._ask({"op": "destroy", "name": "nobody"})
-        request = {"op": "exec", "name": "nobody", "command": {}}
+        conversation, request = self.spawner.conversation, {"op": "exec", "name": "nobody", "command": {}}
         with pytest.raises(SandboxError, match="dead"):
-            await self.spawner._start_process(self.spawner.launcher, request, ()).wait()
+            await Process.start(conversation, conversation.launcher, request, ()).wait()
         sandbox = await self.spawner.create(SandboxSpec("first"))
         await sandbox.usage()
         await sandbox.destroy()
@@ -159,8 +154,10 @@ class Rig:
     async def create(
         self, *layers: str, name: str | None = None, network: Network = Network.PRIVATE, limits: Limits = NO_LIMITS
     ) -> Sandbox:
-        name = name or f"sandbox-{uuid.uuid4().hex[:8]}"
-        sandbox = await self.spawner.create(SandboxSpec(name, layers, network, limits))
+        return await self.create_as(SandboxSpec(name or fresh_name(), layers, network, limits))
+
+    async def create_as(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await self.spawner.create(spec)
         self.sandboxes.append(sandbox)
         self.pid_namespaces.hold(children(self.pid))
         return sandbox
@@ -194,9 +191,14 @@ class Rig:
         )
 
     def start_verifier_command(
-        self, sandbox: Sandbox, command: CommandSpec, layer: str, covers: Sequence[Cover] = ()
+        self,
+        sandbox: Sandbox,
+        command: CommandSpec,
+        layer: str,
+        covers: Sequence[Cover] = (),
+        provided: Sequence[Provided] = (),
     ) -> Running:
-        return self._keep(Running(lambda low: sandbox.start_verifier(command, low, layer, covers)))
+        return self._keep(Running(lambda low: sandbox.start_verifier(command, low, layer, covers, provided)))
 
     async def verify(self, sandbox: Sandbox, layer: str, covers: Sequence[Cover] = (), within_s: float = 20.0) -> Done:
         command = CommandSpec("/bin/bash", ("bash", "/tests/test.sh"), "/", dict(ENV))
@@ -270,7 +272,7 @@ class Rig:
 
     async def _check_helpers(self) -> None:
         """With every sandbox destroyed, the helpers hold no more descriptors than at first and have no children."""
-        if self.spawner.control._channel.fileno() < 0:
+        if self.spawner.conversation.control._channel.fileno() < 0:
             return  # a test has ended them
         await asyncio.gather(*(sandbox.destroy() for sandbox in self.sandboxes))
         for pid, count in self._helper_descriptors.items():

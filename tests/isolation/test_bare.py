@@ -14,7 +14,7 @@ from support.server import descendants
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.laid import RECORD, Laid, sweep
 from tbench2_env.isolation.sandbox import Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import SandboxSpec, SpawnerConfig
+from tbench2_env.isolation.spec import Provided, SandboxSpec, SpawnerConfig
 from tbench2_env.isolation.worktree import claim_folder
 
 from .child import as_root
@@ -178,6 +178,14 @@ def test_what_a_killed_server_laid_out_is_swept(node: Path, task: Path, tmp_path
     assert listing(node) == before
 
 
+def test_a_link_and_the_folders_above_it(laid: Laid, node: Path) -> None:
+    before = listing(node)
+    laid.link(str(node / "opt/a/b/link"), "/usr")
+    assert (node / "opt/a/b/link").resolve() == Path("/usr")
+    laid.undo()
+    assert listing(node) == before
+
+
 # ------------------------------------------------------------ the helper
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[StartSpawner]:
@@ -274,7 +282,24 @@ async def test_the_helper_leaves_nothing(started: StartSpawner, how: str, tmp_pa
         await run(sandbox, "setsid sleep 996 & true")
         (left,) = descendants(spawner._process.pid)
         if how == "kill":  # of the server: all that the helper hears is that its channels close
-            spawner.control.close()
-            spawner.launcher.close()
+            spawner.conversation.close()
             await until(lambda: not is_alive(left))
     assert not is_alive(left)
+
+
+async def test_there_are_no_layers(started: StartSpawner, tmp_path: Path) -> None:
+    async with started() as spawner:
+        refused = pytest.raises(SandboxError, match="there are no layers on this rung")
+        for spec in (SandboxSpec("one", stored=("/opt",)), SandboxSpec("one", over_node=False)):
+            with refused:
+                await spawner.create(spec)
+        with refused:
+            async with spawner.view(["/opt"], over_node=False):
+                pass
+        sandbox = await spawner.create(SandboxSpec("one"))
+        with refused:
+            await sandbox.harvest(tmp_path / "layer")
+        provided = [Provided("/opt", "/logs/toolchain", writable=True)]
+        with refused:
+            Running(lambda fds: sandbox.start_verifier(bash("true"), fds, "task", (), provided))
+        assert await run(sandbox, "echo lives") == "lives\n"

@@ -8,6 +8,7 @@ from .scene import NOT_ALLOWED, Scene, is_refused, python_attack
 # ---------------------------------------------------------------- its mounts
 REFUSED = [
     *("rmdir /tests", "rmdir /logs/verifier", "rmdir /logs", "rm -rf /tests", "rm -rf /logs/verifier", "rm -rf /logs"),
+    *("rmdir /logs/toolchain", "mv /logs/toolchain /srv", "umount -l /logs/toolchain", "touch /logs/toolchain/x"),
     *("mv /tests /srv", "mv /logs /srv", "mv /logs/verifier /logs/v", "mv -T /srv /tests"),
     *("umount /tests", "umount -l /tests", "umount /logs/verifier", "umount -l /logs", "umount -l /"),
     *("mount -o remount,rw /tests", "mount -o remount,bind,rw /tests", "mount -o remount,bind,rw /logs/verifier"),

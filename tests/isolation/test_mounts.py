@@ -54,14 +54,15 @@ def test_the_plan_in_words() -> None:
         "pin /logs",
         "tmpfs on /tests (mode=755,size=4k,nr_inodes=2)",
         "tmpfs on /logs/verifier (mode=755,size=4k,nr_inodes=2)",
+        "tmpfs on /logs/toolchain (mode=755,size=4k,nr_inodes=2)",
     ]
 
 
 def test_the_pins_are_read_only_and_last() -> None:
     """`rmdir /tests` by the agent must be EBUSY; nothing may be mounted over the pins afterwards."""
-    *_, logs, tests, verifier = sandbox_plan(RUNGS["1"], SPEC)
+    *_, logs, tests, verifier, toolchain = sandbox_plan(RUNGS["1"], SPEC)
     assert logs == Pin("/logs")
-    for pin, target in ((tests, "/tests"), (verifier, "/logs/verifier")):
+    for pin, target in ((tests, "/tests"), (verifier, "/logs/verifier"), (toolchain, "/logs/toolchain")):
         assert isinstance(pin, Filesystem)
         assert pin.target == target
         assert pin.flags & sc.MS_RDONLY

@@ -79,7 +79,18 @@ async def test_etc_has_all_of_the_nodes_folders(start_rig: StartRig, rung: Rung)
 
 async def test_private_folders_are_empty_at_first(rig: Rig) -> None:
     sandbox = await rig.create()
-    folders = ["tmp", "var/tmp", "home", "mnt", "media", "tests", "logs/verifier", "run/lock", "dev/shm"]
+    folders = [
+        "tmp",
+        "var/tmp",
+        "home",
+        "mnt",
+        "media",
+        "tests",
+        "logs/verifier",
+        "logs/toolchain",
+        "run/lock",
+        "dev/shm",
+    ]
     assert (await rig.sh(sandbox, "find " + " ".join(f"/{path}" for path in folders) + " -mindepth 1")).output == ""
     assert (await rig.sh(sandbox, "ls -A /root /run")).lines == ["/root:", ".bashrc", ".profile", "", "/run:", "lock"]
     for path, mode in PRIVATE_FOLDERS.items():

@@ -112,7 +112,7 @@ async def test_each_rung_of_the_ladder(start_rig: StartRig, rung: Rung) -> None:
     ]
     test = "cat /tests/secret; touch /tests/x; echo 1 >/logs/verifier/reward.txt"
     done = await rig.verify(sandbox, rig.layer(test=test, tests={"secret": "S"}))
-    assert done.output == "Stouch: cannot touch '/tests/x': Read-only file system\n"
+    assert done.output == "S"
     assert (sandbox.verifier_folder / "reward.txt").read_text() == "1\n"
     for attack in ("echo x >/proc/sys/kernel/hostname", "mount -t tmpfs x /mnt", "rmdir /tests", "mknod /b b 7 0"):
         assert (await rig.sh(sandbox, f"{attack}; exit")).status != 0, attack

@@ -43,10 +43,19 @@ SANDBOXES = st.builds(
     name=TEXT,
     layers=TEXTS,
     network=st.sampled_from(Network),
+    stored=TEXTS,
+    over_node=st.booleans(),
+    building=st.booleans(),
     limits=st.builds(Limits, memory_bytes=st.one_of(st.none(), st.integers()), cpus=st.one_of(st.none(), st.just(0.5))),
 )
 COMMANDS = st.builds(
-    CommandSpec, path=TEXT, argv=TEXTS, cwd=TEXT, env=st.dictionaries(TEXT, TEXT, max_size=4), tty=st.booleans()
+    CommandSpec,
+    path=TEXT,
+    argv=TEXTS,
+    cwd=TEXT,
+    env=st.dictionaries(TEXT, TEXT, max_size=4),
+    tty=st.booleans(),
+    ids=st.lists(st.integers(), max_size=3).map(tuple),
 )
 CONFIGS = st.builds(SpawnerConfig, rung=TEXT, scratch=TEXTS, hide=TEXTS)
 

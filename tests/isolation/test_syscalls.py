@@ -40,6 +40,7 @@ def names(folder_fd: int) -> list[str]:
         (lambda: sc.umount("/usr"), errno.EINVAL, "umount2(/usr): Invalid argument"),
         (lambda: sc.pivot_root("/no", "/no/old"), errno.ENOENT, "pivot_root(/no, /no/old): No such file"),
         (lambda: sc.prctl(-1, 7), errno.EINVAL, "prctl(-1, 7): Invalid argument"),
+        (lambda: sc.syncfs(BAD_FD), errno.EBADF, "syncfs(fd 999): Bad file descriptor"),
         (lambda: sc.open_tree("/no"), errno.ENOENT, "open_tree(/no): No such file"),
         (lambda: sc.open_tree("/", 1 << 20), errno.EINVAL, "open_tree(/): Invalid argument"),
         (lambda: sc.move_mount(BAD_FD, "/mnt"), errno.EBADF, "move_mount(/mnt): Bad file descriptor"),

@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,31 @@ def test_a_dead_servers_folder_is_swept_and_a_live_neighbours_is_not(tmp_path: P
 
 
 @in_own_process
+def test_what_an_interrupted_removal_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    folder = tmp_path / f"{worktree.PREFIX}dead"
+    for left in ("trash.1/a/b", "trash.2", "trash/x/y", "episodes.1/z", "base"):
+        (folder / left).mkdir(parents=True)
+        (folder / left / "file").write_text("")
+    (folder / "lock").write_text("")
+    worktree.sweep(str(tmp_path))
+    assert {path.name for path in folder.iterdir()} == {"lock", "base"}, "with the lock, as base/ cannot go"
+    (folder / "base/file").unlink()
+    worktree.sweep(str(tmp_path))
+    assert not folder.exists()
+
+
+def test_two_removals_of_one_folder_are_not_in_each_others_way(tmp_path: Path) -> None:
+    folder = tmp_path / f"{worktree.PREFIX}dead"
+    for number in range(400):
+        (folder / f"trash/{number % 20}/{number}/c").mkdir(parents=True)
+        (folder / f"trash/{number % 20}/{number}/c/file").write_text("")
+    (folder / "lock").write_text("")
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(worktree.remove, [str(folder)] * 3))
+    worktree.sweep(str(tmp_path))
+    assert not folder.exists()
+
+
 def test_a_new_server_sweeps_and_claims_a_folder_of_its_own(tmp_path: Path) -> None:
     scratch = tmp_path / "made/on/demand"
     dead, end = claim_in_a_child(scratch)

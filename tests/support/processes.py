@@ -57,6 +57,13 @@ class Stopped:
             os.kill(self.pid, signal.SIGCONT)
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left of one that nobody has waited for yet."""
+    with contextlib.suppress(OSError):
+        return _state(pid) not in "ZX"
+    return False
+
+
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
