@@ -17,8 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tbench2_env.server.images.copying import BaseView, Owner, _regex, build_layer, copy_tree
-from tbench2_env.server.images.dockerfile import BuildPlan, Copy, DockerfileError, Workdir, parse
+from tbench2_env.server.images.context import Context, View, _regex
+from tbench2_env.server.images.copying import build_layer, copy_tree
+from tbench2_env.server.images.dockerfile import parse
+from tbench2_env.server.images.dockerfile_syntax import DockerfileError
+from tbench2_env.server.images.emulation import emulate
+from tbench2_env.server.images.layer import BaseView, Owner, changed_mode
+from tbench2_env.server.images.steps import Copy, Workdir
 
 ME = Owner(uid_offset=0, change=False)
 
@@ -64,6 +69,10 @@ def snapshot(root: Path, without: Path) -> dict[str, tuple[object, ...]]:
     return seen
 
 
+def emulated(text: str) -> tuple[Copy, ...]:
+    return tuple(step for step in emulate(parse(text)).steps if isinstance(step, Copy))
+
+
 @dataclass
 class Bench:
     base: Path
@@ -72,7 +81,7 @@ class Bench:
 
     def build(self, text: str, owner: Owner = ME) -> dict[str, str]:
         base = BaseView(self.base, frozenset({"/tmp", "/root"}))
-        build_layer(parse(text), self.context, self.target, base, owner)
+        build_layer(emulate(parse(text)).steps, Context(self.context), self.target, base, owner)
         return tree(self.target)
 
     def mode(self, name: str) -> int:
@@ -177,6 +186,13 @@ CONTEXT: dict[str, str | bytes | None] = {
         # what is hidden
         ("COPY a.txt /tmp", {"tmp": "A"}),
         ("COPY a.txt /tmp/hidden/", {"tmp/hidden/a.txt": "A"}),
+        # flags
+        ("COPY --parents d/x d/su*/y /w", {"w/d/x": "X", "w/d/sub/y": "Y"}),
+        ("COPY --parents d/./sub a.txt /w/", {"w/sub/y": "Y", "w/a.txt": "A"}),
+        ("COPY --parents d/**/y /w/", {"w/d/sub/y": "Y"}),
+        ("COPY --parents d/./../../../a.txt /", {"a.txt": "A"}),
+        ("COPY --exclude=sub --exclude=a* --exclude=l* d a.txt b.txt /w/", {"w/x": "X", "w/b.txt": "B"}),
+        ("COPY --exclude=**/y --parents d/sub d/x /w/", {"w/d/sub": "(empty)", "w/d/x": "X"}),
         # heredocs
         ("COPY <<one /w\n1\none", {"w": "1\n"}),
         ("COPY <<one <<two a.txt /w\n1\none\n2\ntwo", {"w/a.txt": "A", "w/one": "1\n", "w/two": "2\n"}),
@@ -337,6 +353,76 @@ def test_owners(bench: Bench) -> None:
     assert bench.mode("app/x") == 0o4755
 
 
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        ("u+x,go-w", 0o666, 0o744), ("a=r", 0o4777, 0o444), ("+x", 0o600, 0o711), ("ug=rwX", 0o604, 0o664),
+        ("g=X", 0o755, 0o715), ("o-rwx", 0o777, 0o770), ("ug+s,+t", 0o755, 0o7755), ("0750", 0o777, 0o750),
+        ("u-s", 0o4755, 0o755), ("go=", 0o777, 0o700), ("a+X", stat.S_IFDIR | 0o600, 0o711), ("u=rw-w+x", 0o0, 0o500),
+    ],
+)  # fmt: skip
+def test_modes_are_chmods(tmp_path: Path, change: str, before: int, after: int) -> None:
+    assert changed_mode(change, before) == after
+    path = tmp_path / "it"
+    path.mkdir() if stat.S_ISDIR(before) else path.touch()
+    path.chmod(stat.S_IMODE(before))
+    subprocess.run(["sh", "-c", f"umask 0; chmod {change} {path}"], check=True)
+    assert stat.S_IMODE(path.stat().st_mode) == after
+
+
+def test_copy_from_another_root(bench: Bench, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    plant(
+        stage, {"opt/app/run": "#!", "opt/app/.dockerignore": "*", "opt/current": "-> /opt/app", "etc/x": "-> ../opt"}
+    )
+    (stage / "opt/app/run").chmod(0o4711)
+    os.utime(stage / "opt/app/run", ns=(5, 5))
+    (step,) = emulated("COPY /opt/current /etc/x/app/r* /srv/")
+    build_layer([step], View(stage, 0), bench.target, BaseView(bench.base), ME)
+    assert tree(bench.target) == {"srv/run": "#!", "srv/.dockerignore": "*"}
+    assert bench.mode("srv/run") == 0o4711
+    assert (bench.target / "srv/run").stat().st_mtime_ns == 5
+    (step,) = emulated("COPY /nothing /srv/")
+    with pytest.raises(DockerfileError, match="line 1: COPY: /nothing: not in the stage or image"):
+        build_layer([step], View(stage, 0), bench.target, BaseView(bench.base), ME)
+
+
+@pytest.mark.skipif(not may_chown(), reason="this user cannot give files away")
+def test_owners_of_another_root_and_of_the_base(bench: Bench, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    plant(stage, {"d/www": "w", "d/root": "r"})
+    for path, uid in ((stage / "d/www", 100_033), (stage / "d/root", 100_000), (stage / "d", 100_007)):
+        os.chown(path, uid, uid)
+    for path in (bench.base, bench.base / "app", bench.base / "etc"):
+        os.chown(path, 100_000, 100_050)
+    steps: list[Copy | Workdir] = [*emulated("COPY d /app/\nCOPY --chown=5 d /five")]
+    steps.append(Workdir("/w/x", user="www:staff"))
+    view = BaseView(bench.base, shift=100_000)
+    build_layer(steps, View(stage, 100_000), bench.target, view, Owner(uid_offset=100_000, change=True))
+    names = ("", "app", "app/www", "app/root", "five/www", "w", "w/x")
+    found = {name: (bench.target / name).stat() for name in names}
+    assert {name: (status.st_uid - 100_000, status.st_gid - 100_000) for name, status in found.items()} == {
+        "": (0, 50), "app": (0, 50), "app/www": (33, 33), "app/root": (0, 0), "five/www": (5, 5),
+        "w": (33, 50), "w/x": (33, 50),
+    }  # fmt: skip
+
+
+def test_the_digest_is_of_what_is_copied(bench: Bench) -> None:
+    plant(bench.context, {**CONTEXT, ".dockerignore": "**/*.log"})
+    (step,) = emulated("COPY d a.* /w/")
+
+    def digest() -> str:
+        return Context(bench.context).digest(step)
+
+    first = digest()
+    plant(bench.context, {"d/x.log": "no matter", "b.txt": "B2", "a.log": "no matter"})
+    assert digest() == first
+    (bench.context / "d/sub/y").write_text("Y2")
+    second = digest()
+    (bench.context / "d/x").chmod(0o700)
+    assert len({first, second, digest()}) == 3
+
+
 def archive(members: list[tuple[str, bytes, str]], kind: str = "w", **attributes: object) -> bytes:
     """A tar of (name, type, content or link)."""
     buffer = io.BytesIO()
@@ -481,17 +567,19 @@ CONTENTS = st.one_of(
     ).map(archive),
 )
 WILD = st.lists(st.sampled_from([*"ab/*?.", "..", "[a-b]", "[", "**"]), max_size=5).map("".join)
-GLOBS = st.one_of(PATHS, LINKS, WILD)
+GLOBS = st.one_of(PATHS, LINKS, WILD, st.builds("{}/./{}".format, PATHS, WILD))
 COPIES = st.builds(
     Copy,
     sources=st.lists(GLOBS, max_size=3).map(tuple),
     dest=st.builds("{}{}".format, st.one_of(PATHS, LINKS), st.sampled_from(["", "/", "/."])),
     chown=st.sampled_from([None, "3:4", "nobody"]),
-    chmod=st.sampled_from([None, "700"]),
+    chmod=st.sampled_from([None, "700", "u+x,go="]),
     workdir=st.one_of(PATHS, LINKS).map("/{}".format),
     is_add=st.booleans(),
     line=st.just(7),
     inline=st.lists(st.tuples(NAMES, st.text(max_size=3)), max_size=2).map(tuple),
+    exclude=st.lists(GLOBS, max_size=1).map(tuple),
+    parents=st.booleans(),
 )
 STEPS = st.one_of(COPIES, st.builds(Workdir, st.one_of(PATHS, LINKS).map("/{}".format), st.just(7)))
 
@@ -505,16 +593,18 @@ def plant_what_fits(root: Path, outside: Path, entries: list[tuple[str, str | by
             plant(root, {name: named})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(PATHS, CONTENTS), max_size=8),
     st.lists(st.tuples(PATHS, st.sampled_from(["text", None, "-> /a", "-> ../..", "-> OUTSIDE"])), max_size=5),
     st.lists(STEPS, min_size=1, max_size=4),
+    st.booleans(),
 )
 def test_nothing_is_written_outside_the_target(
     context: list[tuple[str, str | bytes | None]],
     base: list[tuple[str, str | bytes | None]],
     steps: list[Copy | Workdir],
+    is_view: bool,
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
@@ -524,9 +614,9 @@ def test_nothing_is_written_outside_the_target(
         plant_what_fits(top / "context", top / "outside", context)
         plant_what_fits(top / "base", top / "outside", base)
         before = snapshot(top, top / "target")
-        plan = BuildPlan(steps=tuple(steps))
+        source = View(top / "context", 0) if is_view else Context(top / "context")
         with suppress(DockerfileError):
-            build_layer(plan, top / "context", top / "target", BaseView(top / "base", frozenset({"/c"})), ME)
+            build_layer(steps, source, top / "target", BaseView(top / "base", frozenset({"/c"})), ME)
         assert snapshot(top, top / "target") == before
 
 

@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tbench2_env.server.images.dockerfile import DEFAULT_ENV, BuildPlan, Copy, DockerfileError, Workdir, load, parse
+from tbench2_env.server.images.dockerfile import parse
+from tbench2_env.server.images.dockerfile_syntax import DockerfileError
+from tbench2_env.server.images.emulation import BuildPlan, emulate, load
+from tbench2_env.server.images.image import ImageConfig
+from tbench2_env.server.images.planning import DEFAULT_ENV, Plan
+from tbench2_env.server.images.planning import plan as plan_stage
+from tbench2_env.server.images.steps import Copy, Workdir, identity
+
+
+def planned(text: str) -> BuildPlan:
+    return emulate(parse(text))
 
 
 def plan(text: str) -> BuildPlan:
-    return parse(textwrap.dedent(text).lstrip("\n"))
+    return planned(textwrap.dedent(text).lstrip("\n"))
 
 
 def only_copy(text: str) -> Copy:
@@ -72,7 +82,7 @@ def test_a_task_like_most() -> None:
     ],
 )
 def test_workdir(text: str, workdir: str | None) -> None:
-    assert parse(text).workdir == workdir
+    assert planned(text).workdir == workdir
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ def test_workdir(text: str, workdir: str | None) -> None:
     ],
 )
 def test_env(line: str, env: dict[str, str]) -> None:
-    assert parse(f"FROM x\nENV {line}").env == env
+    assert planned(f"FROM x\nENV {line}").env == env
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,7 @@ def test_heredocs() -> None:
 
 def test_a_here_string_or_a_shift_is_no_heredoc() -> None:
     text = "RUN cat <<<word\nRUN x=$((1<<3)) '<<EOF'\nWORKDIR /app"
-    assert parse(text).workdir == "/app"
+    assert planned(text).workdir == "/app"
 
 
 @pytest.mark.parametrize(
@@ -153,21 +163,34 @@ def test_a_here_string_or_a_shift_is_no_heredoc() -> None:
         ("RUN " + "x" * 300, "RUN " + "x" * 195 + "… (line 2)"),
         ("COPY --from=build /x /y", "COPY --from=build /x /y (line 2): not available without a build"),
         ("ADD https://host/x.tar.gz /opt", "ADD https://host/x.tar.gz /opt (line 2): nothing is downloaded"),
-        ("ADD git@github.com:a/b.git /b", "ADD git@github.com:a/b.git /b (line 2): nothing is downloaded"),
-        ("COPY --parents a/b /c", "COPY --parents a/b /c (line 2): --parents is not supported"),
-        ("COPY --chmod=u+x a /c", "COPY --chmod=u+x a /c (line 2): only an octal --chmod is applied"),
+        (
+            "ADD git@github.com:a/b.git /b",
+            "ADD git@github.com:a/b.git /b (line 2): "
+            "only files are downloaded, by http(s): clone a repository with RUN git clone",
+        ),
+        ("COPY --from=img $A/b --link /c", "COPY --from=img /b --link /c (line 2): not available without a build"),
+        (
+            "RUN --mount=type=secret,id=x <<EOF\nmake\nEOF",
+            "RUN --mount=type=secret,id=x <<EOF (line 2): "
+            "--mount=type=secret is not supported: COPY what it needs, or remove it",
+        ),
         ("HEALTHCHECK CMD true", "HEALTHCHECK CMD true (line 2)"),
-        ("ONBUILD COPY <<EOF /x\nRUN\nEOF", "ONBUILD COPY <<EOF /x (line 2)"),
+        (
+            "ONBUILD COPY <<EOF /x\nRUN\nEOF",
+            "ONBUILD COPY <<EOF /x (line 2): nothing is built on this image: remove it",
+        ),
         ("USER git", "USER git: commands run as root"),
     ],
 )
 def test_unmet(line: str, unmet: str) -> None:
-    assert parse(f"FROM x\n{line}").unmet[1:] == (unmet,)
+    assert planned(f"FROM x\n{line}").unmet[1:] == (unmet,)
 
 
-@pytest.mark.parametrize("line", ["USER root", "USER 0:0", "USER a\nUSER root", "VOLUME /x", "SHELL []", "LABEL a=b"])
+@pytest.mark.parametrize(
+    "line", ["USER root", "USER 0:0", "USER a\nUSER root", "VOLUME /x", 'SHELL ["sh"]', "LABEL a=b"]
+)
 def test_met(line: str) -> None:
-    assert len(parse(f"FROM x\n{line}").unmet) == 1
+    assert len(planned(f"FROM x\n{line}").unmet) == 1
 
 
 def test_stages() -> None:
@@ -188,7 +211,7 @@ def test_stages() -> None:
     """)
     assert built == BuildPlan(
         workdir="/app",
-        env={"A": "1", "C": "1"},
+        env={"A": "1", "C": "12"},
         steps=(Workdir("/app", 8),),
         unmet=(
             "base image python:3.13: the node's own root stands in for it",
@@ -227,14 +250,56 @@ def test_stages() -> None:
         ("FROM --os=y x", 1, "--os --platform"),
         ("WORKDIR /a\nFROM x", 2, "FROM before the first"),
         ("FROM x\nRUN a\0b", 2, "UTF-8"),
+        ("# syntax=x\n# Escape = `\nFROM x", 2, "backslash"),
+        ("FROM x\nCOPY --from=0 a b", 2, "COPY --from=0 0 stages"),
+        ("FROM x AS a\nFROM y\nCOPY --from=1 a b", 3, "COPY --from=1 1 stages"),
+        ("FROM x\nCOPY --from=$A a b", 2, "COPY --from=$A FROM $A AS <name>"),
+        ("FROM x\nSHELL []", 2, "SHELL JSON"),
+        ("FROM x\nSHELL bash -c", 2, "SHELL JSON"),
+        ("FROM x\nRUN []", 2, "RUN JSON"),
+        ("FROM x\nRUN [\"a\", 1]", 2, "RUN JSON strings"),
+        ("FROM x\nRUN --network=none", 2, "RUN command"),
+        ("FROM x\nRUN --netwrk=none a", 2, "RUN --netwrk --network"),
+        ("FROM x\nRUN --mount=type=cache a", 2, "RUN --mount=type=cache target="),
+        ("FROM x\nADD --checksum=sha256:0 http://h/x /y", 2, "ADD --checksum=sha256:<hex>"),
+        ("FROM x\nADD http://[ /y", 2, "ADD http://[ URL"),
+        ("COPY --chmod=u+y a b", 1, "--chmod=u+y u+x"),
     ],
 )  # fmt: skip
 def test_wrong(text: str, line: int, words: str) -> None:
     with pytest.raises(DockerfileError) as caught:
-        parse(text)
+        planned(text)
     assert caught.value.line == line
     assert [word for word in words.split() if word not in str(caught.value)] == []
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "bases", "needed"),
+    [
+        ("", [("", None)], (0,)),
+        ("ARG A=1\nRUN x", [("", None)], (0,)),
+        ("FROM scratch", [("scratch", None)], (0,)),
+        ("ARG V=3.13\nARG N=python:$V\nFROM ${N}-slim", [("python:3.13-slim", None)], (0,)),
+        ("FROM a AS One\nFROM b\nFROM one", [("a", None), ("b", None), ("", 0)], (0, 2)),
+        ("FROM a AS x\nFROM b AS x\nFROM X", [("a", None), ("b", None), ("", 1)], (1, 2)),
+        ("FROM a AS one\nFROM b\nFROM c\nCOPY --from=One a b", [("a", None), ("b", None), ("c", None)], (0, 2)),
+        (
+            "FROM a\nFROM b\nCOPY --from=0 a b\nFROM 0\nCOPY --from=1 a b",
+            [("a", None), ("b", None), ("0", None)],
+            (0, 1, 2),
+        ),
+        ("FROM a\nFROM b\nCOPY --from=img:1 a b", [("a", None), ("b", None)], (1,)),
+        ("FROM a AS x\nFROM b AS y\nFROM y AS x\nFROM x", [("a", None), ("b", None), ("", 1), ("", 2)], (1, 2, 3)),
+        ("FROM --platform=$BUILDPLATFORM a", [("a", None)], (0,)),
+    ],
+)  # fmt: skip
+def test_bases(text: str, bases: list[tuple[str, int | None]], needed: tuple[int, ...]) -> None:
+    whole = parse(text)
+    assert [(stage.base, stage.base_stage) for stage in whole.stages] == bases
+    assert whole.needed_stages == needed
+    assert whole.target == len(bases) - 1
+    assert (whole.stages[0].platform or "linux/").startswith("linux/")
 
 
 def test_load(tmp_path: Path) -> None:
@@ -248,7 +313,22 @@ def test_load(tmp_path: Path) -> None:
 
 WORDS = st.sampled_from(
     [
-        *("FROM", "AS", "COPY", "ADD", "ENV", "ARG", "RUN", "WORKDIR", "USER", "ONBUILD", "--from=", "--chmod=7", "--"),
+        *(
+            "FROM",
+            "AS",
+            "COPY",
+            "ADD",
+            "ENV",
+            "ARG",
+            "RUN",
+            "SHELL",
+            "WORKDIR",
+            "USER",
+            "ONBUILD",
+            "--from=",
+            "--chmod=7",
+            "--",
+        ),
         *(
             "x",
             "A=b",
@@ -270,6 +350,7 @@ WORDS = st.sampled_from(
             '"a",',
             "]",
         ),
+        *("--mount=type=cache,", "target=", "--exclude=", "--checksum=", "--from=0", "http://[", "https://x/"),
         *("/", "..", "=", "é", "https://x", "\n", "\n", "\\\n", " ", "\t", "\r", "\0", "\ud800"),
     ]
 )
@@ -280,7 +361,13 @@ WORDS = st.sampled_from(
 def test_nothing_but_dockerfile_errors(text: str) -> None:
     line, workdir = 1, "/"
     try:
-        workdir = parse(text).workdir or "/"
+        workdir = planned(text).workdir or "/"
+        whole, plans = parse(text), list[Plan]()
+        for index, stage in enumerate(whole.stages):
+            plans.append(
+                plan_stage(whole, index, ImageConfig() if stage.base_stage is None else plans[stage.base_stage])
+            )
+            assert all(map(identity, plans[-1].steps))
     except DockerfileError as error:
         line = error.line
     assert 1 <= line <= text.count("\n") + 1
@@ -291,4 +378,4 @@ def test_long_and_deep_texts_are_quick() -> None:
     for piece in ("<", "<< ", "'", "\\", "${A:-", "{", "[", "--x ", '"\\', "$", "a\\\n", "\t"):
         for head in ("COPY ", "ENV A=", "RUN <<"):
             with suppress(DockerfileError):
-                parse(head + piece * 20_000)
+                planned(head + piece * 20_000)
