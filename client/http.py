@@ -140,10 +140,7 @@ class Tbench2HttpEnv(BaseTbench2Env):
             return await retried(attempt, NOT_NOW, for_s=self._retry_capacity_s, stop=life.closed)
 
     async def step(self, action: Tbench2Action, **kwargs: Any) -> StepResult[Tbench2Observation]:
-        life = self._life
-        async with life.turn:
-            data = {"action": action.model_dump(mode="json"), "episode_id": life.live_episode()}
-            return step_result(_decoded(await self._act(life, Request("POST", "/step", json.dumps(data).encode()))))
+        return await self._step(action, None)
 
     async def state(self) -> Tbench2State:
         life = self._life
@@ -152,6 +149,13 @@ class Tbench2HttpEnv(BaseTbench2Env):
                 return Tbench2State()  # as a WebSocket's is before its first reset
             query = urlencode({"episode_id": life.episode_id})
             return parsed(Tbench2State, _decoded(await self._act(life, Request("GET", f"/state?{query}"))))
+
+    async def exec(
+        self, command: str, *, session_id: str | None = None, block: bool = True, timeout_s: float | None = None
+    ) -> Tbench2Observation:
+        """As for `Tbench2Env`; `timeout_s` replaces the server's TB2_COMMAND_TIMEOUT_S for this command."""
+        action = Tbench2Action(command=command, session_id=session_id, block=block)
+        return (await self._step(action, timeout_s)).observation
 
     async def upload(self, path: str, data: bytes | BinaryIO | Path) -> None:
         """Write a file inside the sandbox.
@@ -195,6 +199,14 @@ class Tbench2HttpEnv(BaseTbench2Env):
         from tbench2_env.sync import SyncTbench2HttpEnv
 
         return SyncTbench2HttpEnv(self)
+
+    async def _step(self, action: Tbench2Action, timeout_s: float | None) -> StepResult[Tbench2Observation]:
+        life = self._life
+        async with life.turn:
+            data: dict[str, Any] = {"action": action.model_dump(mode="json"), "episode_id": life.live_episode()}
+            if timeout_s is not None:
+                data["timeout_s"] = timeout_s
+            return step_result(_decoded(await self._act(life, Request("POST", "/step", json.dumps(data).encode()))))
 
     async def _begin(self, life: _Life, request: Request, episode_id: str) -> StepResult[Tbench2Observation]:
         life.check_open()

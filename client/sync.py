@@ -88,6 +88,11 @@ class SyncTbench2HttpEnv(SyncTbench2Env):
         super().__init__(env)
         self._http = env
 
+    def exec(
+        self, command: str, *, session_id: str | None = None, block: bool = True, timeout_s: float | None = None
+    ) -> Tbench2Observation:
+        return self._run(self._http.exec(command, session_id=session_id, block=block, timeout_s=timeout_s))
+
     def upload(self, path: str, data: bytes | BinaryIO | Path) -> None:
         self._run(self._http.upload(path, data))
 

@@ -110,6 +110,16 @@ def _port(text: str) -> int:
     return port
 
 
+def set_up() -> Settings:
+    """What every process of the server begins with: its settings, its log, its descriptors. Raises: SettingsError."""
+    settings = Settings.from_environment()
+    configure_logging(settings.log_format)
+    if settings.withhold_tests is not None:
+        log.info("TB2_WITHHOLD_TESTS changes nothing: tests/ and solution/ are always out of the agent's reach")
+    raise_descriptor_limit()
+    return settings
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m tbench2_env.server.app", description=http.DESCRIPTION)
     parser.add_argument("command", nargs="?", choices=["doctor"], help="say what this host can do, and end")
@@ -118,11 +128,7 @@ def main() -> None:
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
     arguments = parser.parse_args()
     try:
-        settings = Settings.from_environment()
-        configure_logging(settings.log_format)
-        if settings.withhold_tests is not None:
-            log.info("TB2_WITHHOLD_TESTS changes nothing: tests/ and solution/ are always out of the agent's reach")
-        raise_descriptor_limit()
+        settings = set_up()
         if arguments.command == "doctor":
             sys.exit(examine(settings, as_json=arguments.json))
         asyncio.run(serve(settings, arguments.host, arguments.port))

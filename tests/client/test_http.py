@@ -98,6 +98,24 @@ async def test_what_goes_over_the_wire(serve_http: Serve) -> None:
     assert site.headers[2]["content-type"] == "application/json"
 
 
+async def test_a_command_may_have_a_limit_of_its_own(serve_http: Serve) -> None:
+    site = serve_http()
+    async with Tbench2HttpEnv(base_url=site.url) as env:
+        await env.reset()
+        await env.exec("make", timeout_s=600)
+        await env.exec("make")
+    assert [body.get("timeout_s") for body in site.bodies[1:]] == [600, None]
+    assert "timeout_s" not in site.bodies[2]
+
+
+def test_so_may_a_blocking_one(serve_http: Serve) -> None:
+    site = serve_http()
+    with Tbench2HttpEnv(base_url=site.url).sync() as env:
+        env.reset()
+        env.exec("make", timeout_s=600)
+    assert site.bodies[1]["timeout_s"] == 600
+
+
 async def test_the_server_may_name_the_episode_itself(serve_http: Serve) -> None:
     def script(asked: Any) -> None:
         if asked.route == "/reset":
