@@ -1,6 +1,6 @@
 # make demo   the main job: a server, the sample tasks, 32 concurrent episodes, a table
 # make test   style, types, layering and the whole test suite
-# make hosts  the isolation, concurrency and attack suites on imitations of other pool nodes; as root, wants debootstrap
+# make hosts  the isolation, concurrency, attack and build suites on imitations of other nodes; as root, wants debootstrap
 # All set up .venv themselves; a second run is fast.
 PYTHON ?= python3
 # A strict editable install links file by file: a new or renamed module needs a new install.
@@ -20,12 +20,13 @@ test: lint
 	.venv/bin/python -m pytest tests/attacks
 	.venv/bin/python -m pytest $(ELSEWHERE) --numprocesses 3 --dist worksteal
 
+SPREAD := --numprocesses 2 --dist worksteal
 # Other pool nodes, imitated, and other rungs of the ladder.
 hosts: $(STAMP)
 	.venv/bin/python -m pytest tests/hosts
 	TB2_TEST_RUNGS=2,4 .venv/bin/python -m pytest tests/attacks
 	set -e; for node in nobody enroot-ext4 enroot-overlay no-userns; do \
-	    for suite in "$(ISOLATION)" "tests/concurrency --numprocesses 2 --dist worksteal"; do \
+	    for suite in "$(ISOLATION)" "tests/concurrency $(SPREAD)" "tests/images/test_build.py $(SPREAD)"; do \
 	        .venv/bin/python tests/on_host.py $$node -- .venv/bin/python -m pytest $$suite -p no:cacheprovider; \
 	    done; \
 	done

@@ -1,6 +1,7 @@
-"""The flat wire action, parsed once into a typed one."""
+"""The flat wire action, parsed once into a typed one, and what carrying it out comes to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tbench2_env.models import Tbench2Action
 
@@ -65,6 +66,18 @@ class Evaluate:
 @dataclass(frozen=True)
 class Close:
     pass
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an observation says of its action, in the observation's words."""
+
+    output: str = ""
+    success: bool = True
+    error: str = ""
+    reward: float | None = None
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 Action = Exec | Start | Write | View | Wait | Kill | WriteFile | Evaluate | Close

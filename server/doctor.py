@@ -16,8 +16,10 @@ from rich.table import Table
 from tbench2_env.isolation.sandbox import SandboxError
 from tbench2_env.isolation.spec import RUNGS, Rung
 from tbench2_env.server import networks
-from tbench2_env.server.engine import configs, start_engine
+from tbench2_env.server.engine import Engine, configs, start_engine
+from tbench2_env.server.proxy import EgressProxy
 from tbench2_env.server.settings import Settings
+from tbench2_env.server.toolchain.kit import Kit
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Report:
     network: str = ""
     ways_out: dict[str, str] = field(default_factory=dict)
     limits: dict[str, str] = field(default_factory=dict)
+    environments: dict[str, str] = field(default_factory=dict)
     lacks: list[str] = field(default_factory=list)
     error: str = ""
 
@@ -42,13 +45,13 @@ async def examine(settings: Settings) -> Report:
     report = Report(host=_host(), rungs={name: _not_tried(rung, settings) for name, rung in RUNGS.items()})
     report.rungs |= {config.rung: "not needed" for config in configs(settings)}
     try:
-        engine, refusals = await start_engine(settings)
+        engine, refusals = await start_engine(settings, EgressProxy())
     except SandboxError as error:
         report.error = str(error)
         report.rungs |= {config.rung: "refused" for config in configs(settings)}
         return report
     spawner, host = engine.spawner, engine.spawner.host
-    await spawner.stop()
+    await engine.stop()
     report.works, report.rung = spawner.rung.isolated, spawner.rung.name
     report.rungs |= {name: f"refused: {reason}" for name, reason in refusals.items()}
     report.rungs[spawner.rung.name] = f"chosen: {spawner.rung.title}"
@@ -56,8 +59,21 @@ async def examine(settings: Settings) -> Report:
     report.mount_plan, report.limits = host.plan, host.enforcement
     report.network = networks.describe(settings, host)
     report.ways_out = _ways_out(settings, host.egress, host.egress_refusals)
+    report.environments = engine.environments.describe() | {"verifier's toolchain": _toolchain(engine)}
     report.lacks = engine.lacks() + ([host.no_cgroups] if host.no_cgroups else [])
     return report
+
+
+def _toolchain(engine: Engine) -> str:
+    kit, uv_cache = Kit.open(engine.settings.cache_dir), engine.uv_cache
+    if kit is not None:
+        return f"{kit.folder}: uv {kit.manifest.uv}, Python {', '.join(kit.manifest.pythons)}"
+    advice = "`tbench2 toolchain prepare` makes one, so that test.sh needs no network"
+    if uv_cache is None:
+        return f"none: {advice}"
+    if uv_cache.exists():
+        return f"the warm uv cache {uv_cache.path}, no kit: {advice}"
+    return f"none: {advice}; else verifiers have a uv cache that you fill, UV_CACHE_DIR={uv_cache.path} uvx ..."
 
 
 def _not_tried(rung: Rung, settings: Settings) -> str:
@@ -99,6 +115,7 @@ def print_report(report: Report, *, as_json: bool) -> None:
         "network": report.network,
         "ways out of it": _lines(report.ways_out),
         "limits": _lines(report.limits),
+        "task environments": _lines(report.environments),
         "lacks": "\n".join(report.lacks) or ("nothing" if report.works else ""),
         "mount plan": "\n".join(report.mount_plan),
         "why": report.error,

@@ -11,19 +11,28 @@ from tbench2_env.isolation import bare, probe, trial
 from tbench2_env.isolation.sandbox import IsolationUnavailable, Spawner
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, SpawnerConfig
 from tbench2_env.server import networks
+from tbench2_env.server.images.environments import Environments
+from tbench2_env.server.proxy import EgressProxy
 from tbench2_env.server.settings import Settings
 from tbench2_env.server.snapshots import Ground, Snapshots
+from tbench2_env.server.toolchain.uv_cache import UvCache
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One spawner's life. Snapshots live in its memory and end with it."""
+    """One spawner's life. Snapshots live in its memory and end with it. Without isolation there is no uv cache."""
 
     spawner: Spawner
+    environments: Environments
     snapshots: Snapshots
     settings: Settings
+    uv_cache: UvCache | None
+
+    async def stop(self) -> None:
+        await self.snapshots.stop()
+        await self.spawner.stop()
 
     def describe_isolation(self) -> dict[str, Any]:
         """What `info.isolation` of a reset says of this host; an episode adds its limits."""
@@ -67,8 +76,8 @@ def _private() -> list[str]:
 class Engines:
     """The current engine. When its spawner dies, running episodes fail; the next reset gets a new one."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, proxy: EgressProxy) -> None:
+        self._settings, self._proxy = settings, proxy
         self._engine: Engine | None = None
         self._lock = asyncio.Lock()
         self.restarts = 0
@@ -82,7 +91,7 @@ class Engines:
                 log.error("the spawner died; starting another")
                 self.restarts += 1
                 await self._stop()
-            self._engine, refusals = await start_engine(self._settings)
+            self._engine, refusals = await start_engine(self._settings, self._proxy)
             _tell(self._engine, refusals)
             return self._engine
 
@@ -99,10 +108,10 @@ class Engines:
     async def _stop(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            await engine.spawner.stop()
+            await engine.stop()
 
 
-async def start_engine(settings: Settings) -> tuple[Engine, dict[str, str]]:
+async def start_engine(settings: Settings, proxy: EgressProxy) -> tuple[Engine, dict[str, str]]:
     """Start a spawner on the best rung of the ladder that a trial episode proves; answers also with why not on better.
 
     Raises: IsolationUnavailable.
@@ -112,8 +121,11 @@ async def start_engine(settings: Settings) -> tuple[Engine, dict[str, str]]:
         refused = "; ".join(f"{name}: {reason}" for name, reason in spawner.host.egress_refusals.items())
         await spawner.stop()
         raise IsolationUnavailable(f"TB2_NETWORK=egress: no way out but a proxy (TB2_NETWORK=auto takes it): {refused}")
+    environments = Environments(spawner, settings, proxy)
     ground = Ground(spawner.layers, spawner.rung, tuple(hidden_paths(settings)))
-    return Engine(spawner, Snapshots(ground, settings.task_workdir), settings), refusals
+    snapshots = Snapshots(ground, environments, settings.task_workdir)
+    uv_cache = UvCache(settings.cache_dir, environments.store) if spawner.rung.isolated else None
+    return Engine(spawner, environments, snapshots, settings, uv_cache), refusals
 
 
 def _tell(engine: Engine, refusals: dict[str, str]) -> None:

@@ -11,8 +11,8 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,7 +37,8 @@ _parsing = threading.Lock()
 class Evidence:
     """How a verifier's run went. `alive` names the agent's processes at its beginning; `tests` is `info.tests`.
 
-    `reports` are the names of the CTRF files that were asked for and are there.
+    `reports` are the names of the CTRF files that were asked for and are there, `toolchain` what was given of the kit
+    or of the uv cache.
     """
 
     exit_code: int
@@ -45,6 +46,7 @@ class Evidence:
     alive: list[str]
     reports: frozenset[str]
     tests: dict[str, Any] | None
+    toolchain: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """`tests` and `verifier` of an evaluation's `info`; `log` is relative to the run's folder."""
@@ -53,6 +55,7 @@ class Evidence:
             "seconds": round(self.seconds, 6),
             "log": f"{FOLDER}/{LOG}",
             "alive": self.alive,
+            **({"toolchain": dict(self.toolchain)} if self.toolchain else {}),
         }
         return {"verifier": verifier} if self.tests is None else {"tests": self.tests, "verifier": verifier}
 
@@ -68,7 +71,7 @@ def collect(folder: Path, reports: Sequence[str], result: Result, alive: list[st
     forget(kept)
     # Its bound is TB2_OUTPUT_LIMIT_BYTES; the text says where something was cut.
     with contextlib.suppress(OSError):
-        _replace(kept / LOG, result.output.encode(errors="replace"))
+        replace(kept / LOG, result.output.encode(errors="replace"))
     for name in _REWARD_FILES:
         _keep(folder / name, kept / name)
     _keep(folder / (there or [REPORT])[0], kept / REPORT)
@@ -83,7 +86,8 @@ def forget(kept: Path) -> None:
             (kept / name).unlink()
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes) -> None:
+    """Have the file as a whole; who reads the old one goes on with that. Raises: OSError."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_bytes(data)
     fresh.rename(path)
@@ -94,7 +98,7 @@ def _keep(source: Path, target: Path) -> None:
         file = open_regular(source, FILE_MAX_BYTES)
         if file is not None:
             with file:
-                _replace(target, file.read(FILE_MAX_BYTES))
+                replace(target, file.read(FILE_MAX_BYTES))
 
 
 def open_regular(path: Path, max_bytes: int) -> BinaryIO | None:

@@ -11,7 +11,6 @@ from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.server.episode import Episode
 from tbench2_env.server.output import open_pipe
 from tbench2_env.server.session import BadRequest
-from tbench2_env.server.shell import BASH
 
 PATH_MAX = 4096
 _CHUNK = 1 << 18
@@ -198,7 +197,7 @@ async def _ready(fd: int, process: Process, *, write: bool) -> None:
 
 
 def _command(script: str, path: str, episode: Episode) -> CommandSpec:
-    return CommandSpec(BASH, ("bash", "-c", script, "file", path), episode.workdir, episode.env)
+    return episode.caller.bash("-c", script, "file", path)
 
 
 def _said(fd: int) -> str:

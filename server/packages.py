@@ -83,8 +83,8 @@ class Packages:
             return self._has_digest(change, "md5", self._sums[path])
         if path in self._records:
             return self._has_digest(change, "sha256", _hexadecimal(self._records[path].removeprefix("sha256=")))
-        if compiled := _PYC.match(path):
-            return self._is_installed(f"{compiled[1]}/{compiled[2]}.py")
+        if (source := source_of(path)) is not None:
+            return self._is_installed(source)
         return path in self._unsummed
 
     def _find(self, path: str) -> Folder | Change | None:
@@ -192,6 +192,12 @@ class Packages:
                 path = posixpath.normpath(path) if ".." in path else path
                 self._records[path] = row[1]
         self._unsummed.add(f"{site}/{distribution}/RECORD")
+
+
+def source_of(path: str) -> str | None:
+    """The module of which this is a compiled one (docs.python.org, PEP 3147); None if it is none."""
+    compiled = _PYC.match(path)
+    return None if compiled is None else f"{compiled[1]}/{compiled[2]}.py"
 
 
 def _merged(line: bytes) -> tuple[str, ...]:

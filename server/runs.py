@@ -7,14 +7,17 @@
 """
 
 import contextlib
+import datetime
 import itertools
 import json
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+from tbench2_env.models import Tbench2Action, Tbench2Observation
 from tbench2_env.server import evidence
 
 #: Characters of a command and of its output that commands.jsonl keeps.
@@ -25,8 +28,8 @@ _COMMANDS, _RESULT, VERDICT = "commands.jsonl", "result.json", "verdict.json"
 class Run:
     """The folder of one episode."""
 
-    def __init__(self, folder: Path, episode_id: str) -> None:
-        self.folder, self.episode_id = folder, episode_id
+    def __init__(self, folder: Path, task_id: str, episode_id: str) -> None:
+        self.folder, self.task_id, self.episode_id = folder, task_id, episode_id
         self.verifier_folder = folder / evidence.FOLDER
 
     def record(self, entry: dict[str, Any]) -> None:
@@ -46,12 +49,31 @@ class Run:
         _write(self.folder / _RESULT, result)
 
 
+def entry(action: Tbench2Action, observation: Tbench2Observation, begun: float) -> dict[str, Any]:
+    """An action that began at `begun` and has just been answered, as a line of commands.jsonl."""
+    return {
+        "action_type": action.action_type,
+        "command": action.command or action.file_path,
+        "session_id": action.session_id,
+        "begun": iso(begun),
+        "seconds": round(time.time() - begun, 6),
+        "success": observation.success,
+        "error": observation.error,
+        "exit_code": observation.info.get("exit_code"),
+        "reward": observation.reward,
+        "output_head": observation.output,
+    }
+
+
+def iso(seconds: float) -> str:
+    """A time since the epoch as these files have it."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Replace a file as a whole; a full disk leaves the old one."""
     with contextlib.suppress(OSError):
-        fresh = path.with_name(f"{path.name}.new")
-        fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        fresh.rename(path)
+        evidence.replace(path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 class Runs:
@@ -72,7 +94,7 @@ class Runs:
                 continue
             (folder / _COMMANDS).touch()
             self._live.add(folder)
-            return Run(folder, episode_id)
+            return Run(folder, task_id, episode_id)
         raise AssertionError("itertools.count ended")
 
     def end(self, run: Run) -> None:

@@ -22,8 +22,8 @@ class Services:
         self.pool = Pool(settings.max_concurrent_envs, settings.queue_timeout_s)
         self.catalogue = DefaultCatalogue(settings)
         self.runs = Runs(settings.output_dir, settings.keep_runs)
-        self.engines = Engines(settings)
         self.proxy = EgressProxy()
+        self.engines = Engines(settings, self.proxy)
         self.registry = Registry()
         self.metrics = Metrics(self.pool, self.engines)
 

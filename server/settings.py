@@ -8,6 +8,8 @@ from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_va
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tbench2_env.isolation.spec import RUNGS
+from tbench2_env.server.images.bases import parse_bases
+from tbench2_env.server.images.registry import parse_registries
 
 DEFAULT_REPO_URL = "https://github.com/laude-institute/terminal-bench-2.git"
 
@@ -39,6 +41,12 @@ class Settings(BaseSettings):
     limits: str = Field("task", pattern="^(task|off)$", validation_alias="TB2_LIMITS")
     tamper: str = Field("report", pattern="^(report|drop|restore)$", validation_alias="TB2_TAMPER")
     scratch_dir: Path | None = Field(None, validation_alias="TB2_SCRATCH_DIR")
+    environment: str = Field("auto", pattern="^(auto|build|image)$", validation_alias="TB2_ENVIRONMENT")
+    bases: str = Field("", validation_alias="TB2_BASES")
+    registry: str = Field("docker.io", validation_alias="TB2_REGISTRY")
+    base_fallback: str = Field("node", pattern="^(node|refuse)$", validation_alias="TB2_BASE_FALLBACK")
+    docker_config: Path = Field(Path("~/.docker"), validation_alias="DOCKER_CONFIG")
+    store_max_gb: float | None = Field(None, gt=0, allow_inf_nan=False, validation_alias="TB2_STORE_MAX_GB")
     max_concurrent_envs: int = Field(8, ge=1, validate_default=True, validation_alias="MAX_CONCURRENT_ENVS")
     enable_web_interface: bool = Field(False, validation_alias="ENABLE_WEB_INTERFACE")
     queue_timeout_s: float = Field(0.0, ge=0, le=86_400, validation_alias="TB2_QUEUE_TIMEOUT_S")
@@ -56,6 +64,18 @@ class Settings(BaseSettings):
                 "unset TB2_MODE or set it to local"
             )
         return "local"
+
+    @field_validator("bases")
+    @classmethod
+    def _names_and_paths(cls, text: str) -> str:
+        parse_bases(text)
+        return text
+
+    @field_validator("registry")
+    @classmethod
+    def _hosts(cls, text: str) -> str:
+        parse_registries(text)
+        return text
 
     @field_validator("episode_timeout")
     @classmethod
@@ -104,7 +124,8 @@ class Settings(BaseSettings):
 
     @property
     def cache_dir(self) -> Path:
-        return self.own_cache_dir or self.output_dir / "repo_cache"
+        """Absolute: the helpers, whose working directory is another, mount what is in it."""
+        return (self.own_cache_dir or self.output_dir / "repo_cache").absolute()
 
     @property
     def scratch_candidates(self) -> list[str]:

@@ -36,18 +36,27 @@ def environment(*layers: Mapping[str, str]) -> dict[str, str]:
     return merged
 
 
-def script_command(cwd: str, env: dict[str, str], *, tty: bool = False) -> CommandSpec:
-    """bash that runs the script on its descriptor 3."""
-    return CommandSpec(BASH, ("bash", "-c", _READ_AND_RUN), cwd, env, tty)
+@dataclass(frozen=True)
+class Caller:
+    """Where, with which variables and as whom (`CommandSpec.ids`) an agent's commands run."""
 
+    cwd: str
+    env: dict[str, str]
+    ids: tuple[int, ...] = ()
 
-def interactive_command(cwd: str, env: dict[str, str]) -> CommandSpec:
-    return CommandSpec(BASH, ("bash", "-i"), cwd, env, tty=True)
+    def bash(self, *arguments: str, tty: bool = False) -> CommandSpec:
+        return CommandSpec(BASH, ("bash", *arguments), self.cwd, self.env, tty, self.ids)
 
+    def script(self, *, tty: bool = False) -> CommandSpec:
+        """bash that runs the script on its descriptor 3."""
+        return self.bash("-c", _READ_AND_RUN, tty=tty)
 
-def write_command(path: str, cwd: str, env: dict[str, str]) -> CommandSpec:
-    """A command that writes its descriptor 3 to `path`, making the folders above it."""
-    return CommandSpec(BASH, ("bash", "-c", _READ_AND_WRITE, "write_file", path), cwd, env)
+    def interactive(self) -> CommandSpec:
+        return self.bash("-i", tty=True)
+
+    def write(self, path: str) -> CommandSpec:
+        """A command that writes its descriptor 3 to `path`, making the folders above it."""
+        return self.bash("-c", _READ_AND_WRITE, "write_file", path)
 
 
 @contextlib.contextmanager

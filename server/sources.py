@@ -14,6 +14,7 @@ from pathlib import Path
 
 import git
 
+from tbench2_env.server.taskconfig import TaskError
 from tbench2_env.server.tasks import Task
 
 _SYMLINK = 0o120000
@@ -47,6 +48,19 @@ class Source:
             with contextlib.suppress(KeyError, git.GitError, ValueError):
                 _copy_commit(self.task, "tests", target / "tests")
 
+    def copy_solution_to(self, target: Path) -> None:
+        """Write what is in the task's solution/ into `target`, which is made.
+
+        Raises: TaskError when there is none, OSError, git.GitError.
+        """
+        try:
+            if self.commit is None and (self.task.path / "solution").is_dir():
+                shutil.copytree(self.task.path / "solution", target, symlinks=True)
+            else:
+                _copy_commit(self.task, "solution", target)
+        except (KeyError, ValueError, git.InvalidGitRepositoryError):
+            raise TaskError(f"task {self.task.task_id} has no solution/, neither on disk nor in HEAD") from None
+
     def _without_solution(self, folder: str, names: list[str]) -> list[str]:
         return ["solution"] if Path(folder) == self.task.path else []
 
@@ -59,6 +73,19 @@ def locate(task: Task) -> Source:
             return Source(task, None if _is_changed(repo, prefix) else repo.head.commit.hexsha)
     except (git.GitError, ValueError, KeyError):
         return Source(task, None)
+
+
+def read(task: Task, name: str) -> bytes | None:
+    """The content of one of the task's files, from HEAD if it is not on disk; None when it is in neither.
+
+    Raises: OSError.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (task.path / name).read_bytes()
+    with contextlib.suppress(KeyError, ValueError, git.GitError), _repository(task) as (repo, prefix):
+        content: bytes = (repo.head.commit.tree / f"{prefix}/{name}").data_stream.read()
+        return content
+    return None
 
 
 def fingerprint(task: Task) -> str:

@@ -8,8 +8,9 @@ manager installed is left out (`packages`). By family:
 - Programs: of those that the node has, every change; of new ones, those with a name that verifiers use or that stand
   on PATH before one of the node's. A new link to a program of the same name (python -> python3) is none.
 - Libraries: every change of the node's; new ones only where the loader's cache leads to them.
-- Python's standard library: every change, compiled modules too, since a forged one is run in place of its source; so
-  where the node's python comes without compiled modules, running it is reported.
+- Python's standard library: every change, compiled modules too, since a forged one is run in place of its source.
+  New ones of modules that were there are not reported: images of python come without, so running it makes hundreds.
+  Verifiers do not see them.
 - Packages of python: start-up hooks (.pth, sitecustomize) and pytest plug-ins (entry point pytest11), whoever installed
   them; changes of the node's; new ones that no RECORD explains. What was deleted is not: it can only break a test.
 
@@ -31,7 +32,7 @@ from tbench2_env.isolation.changes import Budget, Change, Folder, Kind, Worktree
 from tbench2_env.isolation.sandbox import Sandbox, SandboxError
 from tbench2_env.isolation.spec import Cover
 from tbench2_env.server import cleanstart, trusted
-from tbench2_env.server.packages import Packages
+from tbench2_env.server.packages import Packages, source_of
 from tbench2_env.server.tampered import Tampered, printable
 from tbench2_env.server.verifier import NoVerdict, Reason
 
@@ -246,7 +247,8 @@ class _Scan:
                 is_new = change_of_it is not None and change_of_it.kind is Kind.ADDED
                 # A python that is new as a whole may be the task; the node's runs its own library.
                 whole = change_of_it if is_new else None
-                yield Tampered(whole or each, "python's standard library", never=whole is None)
+                quiet = whole is None and self._is_compiled(each)
+                yield Tampered(whole or each, "python's standard library", never=whole is None, quiet=quiet)
                 if is_new:
                     break
 
@@ -313,7 +315,19 @@ class _Scan:
             if is_new and change is not None:
                 yield Tampered(change, "a package of python that none of its package managers explains")
                 return
-            yield Tampered(each, "a package of python")
+            # In the working directory nothing can be hidden.
+            quiet = self._is_compiled(each) and not each.path.startswith(f"{self._workdir}/")
+            yield Tampered(each, "a package of python", never=quiet, quiet=quiet)
+
+    def _is_compiled(self, change: Change) -> bool:
+        """Whether it is a new compiled module of one that the episode was given, or a folder of such."""
+        if change.kind is not Kind.ADDED or change.now is None:
+            return False
+        parent, name = posixpath.split(change.path)
+        if stat.S_ISDIR(change.now.st_mode):
+            return name == "__pycache__" and self._worktree.below(parent) is not None
+        source = source_of(change.path) if stat.S_ISREG(change.now.st_mode) else None
+        return source is not None and self._worktree.below(source) is not None
 
 
 def _is_link(change: Change) -> bool:

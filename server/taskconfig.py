@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 DEFAULT_VERIFIER_TIMEOUT_S = 900.0
+DEFAULT_BUILD_TIMEOUT_S = 600.0
 _HOST_VARIABLE = re.compile(r"\$\{\w+")
 
 
@@ -32,6 +33,7 @@ class AgentTable(_Table):
 
 
 class EnvironmentTable(_Table):
+    build_timeout_sec: float = Field(DEFAULT_BUILD_TIMEOUT_S, gt=0, allow_inf_nan=False)
     docker_image: str | None = None
     workdir: str | None = Field(None, pattern="^/")
     env: dict[str, str] = {}
@@ -48,9 +50,16 @@ class EnvironmentTable(_Table):
     mcp_servers: list[Any] = []
 
 
-class TaskConfig(_Table):
-    """What the server honours of task.toml. Timeouts are seconds, as in the file."""
+class SolutionTable(_Table):
+    env: dict[str, str] = {}
 
+
+class TaskConfig(_Table):
+    """What the server, and the oracle, honour of task.toml. Timeouts are seconds, as in the file."""
+
+    #: Free, and only shown: `tbench2 tasks list` has difficulty and category.
+    metadata: dict[str, Any] = {}
+    solution: SolutionTable = SolutionTable()
     verifier: VerifierTable = VerifierTable()
     agent: AgentTable = AgentTable()
     environment: EnvironmentTable = EnvironmentTable()
@@ -61,8 +70,6 @@ class TaskConfig(_Table):
         env, found = self.environment, []
         if env.gpus:
             found.append(f"environment.gpus = {env.gpus}: no GPU is passed into an episode")
-        if env.docker_image:
-            found.append(f"environment.docker_image = {env.docker_image}: not pulled, the node's own root stands in")
         found += [f"environment.{key}: not supported" for key in ("healthcheck", "mcp_servers") if getattr(env, key)]
         found += [f"{table}.user = {user}: runs as root" for table, user in self._users() if user not in _ROOT]
         if self.steps:

@@ -1,6 +1,7 @@
 """The verifier: runs the task's harness out of the agent's reach and reads its verdict from the server's side."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import sys
@@ -16,6 +17,7 @@ from tbench2_env.server import evidence
 from tbench2_env.server.evidence import Evidence, open_regular
 from tbench2_env.server.shell import BASH, Result, Runner
 from tbench2_env.server.snapshots import Snapshot
+from tbench2_env.server.toolchain.offer import Offer
 
 HARNESS = "tests/test.sh"
 #: Characters of the harness's output that the client gets.
@@ -59,12 +61,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Grade:
-    """What is graded and how: `env` is the episode's environment, to which task.toml's [verifier.env] is added."""
+    """What is graded and how: `env` is the episode's environment with task.toml's [verifier.env], to which the offer's
+    is added."""
 
     sandbox: Sandbox
     snapshot: Snapshot
     env: Mapping[str, str]
     covers: Sequence[Cover] = ()
+    offer: Offer = field(default_factory=Offer)
 
 
 async def verify(grade: Grade, runner: Runner, results: Path) -> Verdict:
@@ -75,18 +79,23 @@ async def verify(grade: Grade, runner: Runner, results: Path) -> Verdict:
     sandbox, snapshot = grade.sandbox, grade.snapshot
     if not snapshot.has_tests:
         raise NoVerdict(Reason.TESTS_MISSING, "no verdict: the task has no tests/ folder")
-    command = _command(snapshot, grade.env)
+    if grade.offer.refuse is not None:
+        raise NoVerdict(Reason.HARNESS_BROKEN, f"no verdict: {grade.offer.refuse}")
+    command = _command(snapshot, {**grade.env, **grade.offer.env})
     alive = await sandbox.process_names()
     result = await runner.run(
-        lambda fds: sandbox.start_verifier(command, fds, snapshot.name, grade.covers),
+        lambda fds: sandbox.start_verifier(command, fds, snapshot.name, grade.covers, grade.offer.provided),
         snapshot.config.verifier.timeout_sec,
     )
     evidence = await _collect(sandbox, snapshot, result, alive, results)
+    evidence = dataclasses.replace(evidence, toolchain=grade.offer.describe)
     tail = result.output[-OUTPUT_TAIL:]
     try:
         reward, rewards = _reward(sandbox, snapshot, result, evidence)
     except NoVerdict as none:
-        raise NoVerdict(none.reason, str(none), tail, evidence) from None
+        missing = ", ".join(grade.offer.describe.get("missing", ())) if none.reason is Reason.HARNESS_BROKEN else ""
+        message = f"{none}; the toolchain has not: {missing}" if missing else str(none)
+        raise NoVerdict(none.reason, message, tail, evidence) from None
     return Verdict(reward, tail, evidence, HARNESS if snapshot.test_script else None, rewards)
 
 
@@ -104,7 +113,7 @@ async def _collect(sandbox: Sandbox, snapshot: Snapshot, result: Result, alive: 
 
 def _command(snapshot: Snapshot, env: Mapping[str, str]) -> CommandSpec:
     path, argv = (BASH, ("bash", "/tests/test.sh")) if snapshot.test_script else _PYTEST
-    return CommandSpec(path, argv, snapshot.workdir, {**env, **snapshot.config.verifier.env})
+    return CommandSpec(path, argv, snapshot.workdir, dict(env))
 
 
 def _reward(sandbox: Sandbox, snapshot: Snapshot, result: Result, evidence: Evidence) -> tuple[float, dict[str, float]]:

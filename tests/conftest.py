@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from support.rootfs import make_rootfs
 from support.server import MakeServer, Server, idle_again
 from support.tasks import copy_samples, make_task
 
@@ -15,6 +16,14 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     copy_samples(folder)
     make_task(folder, "ok")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root file system with bash and a few other programs: a base for images, as TB2_BASES takes it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_rootfs(folder)
     return folder
 
 

@@ -70,7 +70,7 @@ async def test_exactly_as_many_are_admitted_as_there_are_slots(make_server: Make
 
 async def test_a_slow_reset_does_not_hold_up_others(make_server: MakeServer, tmp_path: Path) -> None:
     files = {f"environment/many/{n % 100}/{n}": f"{n}" for n in range(2500)}
-    make_task(tmp_path / "own", "huge", dockerfile="FROM scratch\nCOPY many /app/many\nWORKDIR /app\n", files=files)
+    make_task(tmp_path / "own", "huge", dockerfile="FROM debian\nCOPY many /app/many\nWORKDIR /app\n", files=files)
     make_task(tmp_path / "own", "small")
     server = make_server(tasks=tmp_path / "own")
     async with server.client() as slow, server.client() as b:

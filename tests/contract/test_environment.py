@@ -31,7 +31,11 @@ _EVALUATE = Tbench2Action(action_type="evaluate")
 async def services(tmp_path: Path, tasks: Path) -> AsyncIterator[Services]:
     """What a server of four slots has; no slot is taken after the test, and no worktree left."""
     settings = Settings(
-        tasks_dir=tasks, output_dir=tmp_path / "runs", scratch_dir=tmp_path / "scratch", max_concurrent_envs=_SLOTS
+        tasks_dir=tasks,
+        output_dir=tmp_path / "runs",
+        scratch_dir=tmp_path / "scratch",
+        max_concurrent_envs=_SLOTS,
+        registry="none",
     )
     async with running(settings) as services:
         engine = await services.engines.get()
@@ -198,6 +202,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tasks: Path) -> Alone:
         "PATH": os.environ["PATH"],
         "TB2_TASKS_DIR": str(tasks),
         "TB2_DEFAULT_TASK_ID": "ok",
+        "TB2_REGISTRY": "none",
         "TB2_OUTPUT_DIR": str(folder / "runs"),
         "TB2_SCRATCH_DIR": str(folder / "scratch"),
     }

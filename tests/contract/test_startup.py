@@ -57,6 +57,7 @@ def run(tmp_path: Path, env: Mapping[str, str] = {}, arguments: Sequence[str] = 
         "PATH": os.environ["PATH"],
         "TB2_OUTPUT_DIR": str(tmp_path / "runs"),
         "TB2_SCRATCH_DIR": str(tmp_path / "scratch"),
+        "TB2_REGISTRY": "none",
     }
     return subprocess.run([*_PROGRAM, *arguments], env=own | dict(env), capture_output=True, text=True, timeout=60)
 

@@ -51,7 +51,7 @@ def real_root() -> None:
 def environment(folder: Path, tasks: Path, **env: str) -> dict[str, str]:
     mine = {"TB2_TASKS_DIR": str(tasks), "TB2_OUTPUT_DIR": str(folder / "runs"), "TB2_SCRATCH_DIR": str(folder / "s")}
     tests = str(Path(__file__).parents[1])
-    return {"PATH": os.environ["PATH"], "HOME": "/root", "PYTHONPATH": tests, **mine, **env}
+    return {"PATH": os.environ["PATH"], "HOME": "/root", "PYTHONPATH": tests, "TB2_REGISTRY": "none", **mine, **env}
 
 
 def run(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -153,6 +153,10 @@ def test_doctor_for_a_program(doctor: Doctor) -> None:
     assert report["limits"].keys() == {"memory", "processes", "cpus", "storage"}
     assert "chosen" in report["ways_out"].values()
     assert os.uname().release in report["host"]["kernel"]
+    environments = report["environments"]
+    assert (environments["TB2_ENVIRONMENT"], environments["registry (TB2_REGISTRY)"]) == ("auto", "none")
+    assert environments["store"].endswith("0 layers, 0.0 GB")
+    assert "tbench2 toolchain prepare" in environments["verifier's toolchain"]
 
 
 def test_doctor_for_a_person(tmp_path: Path, tasks: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.server import Server, free_port
 from support.talk import observation, wire
 from tbench2_env import Tbench2Env
-from tbench2_env.server.shell import environment, in_memory, write_command
+from tbench2_env.server.shell import Caller, environment, in_memory
 
 from .conftest import AddTask
 
@@ -31,7 +31,7 @@ def test_data_in_memory_is_read_from_its_start() -> None:
 
 
 def test_a_path_is_an_argument_not_shell_text() -> None:
-    assert write_command("a; rm -rf '", "/", {}).argv[-1] == "a; rm -rf '"
+    assert Caller("/", {}).write("a; rm -rf '").argv[-1] == "a; rm -rf '"
 
 
 # ---------------------------------------------------------------- results

@@ -7,9 +7,22 @@ import pytest
 
 from support.tasks import make_task
 from tbench2_env.isolation.spec import RUNGS
+from tbench2_env.server.images import dockerfile, environments
+from tbench2_env.server.images.environments import Environment, Environments
 from tbench2_env.server.snapshots import Ground, Snapshots
-from tbench2_env.server.taskconfig import TaskError
+from tbench2_env.server.taskconfig import TaskConfig, TaskError
 from tbench2_env.server.tasks import Task
+
+
+class NothingBuilt(Environments):
+    """Every task is laid over the node, as where its base is not to be had."""
+
+    def __init__(self) -> None:
+        """Without a spawner and a store, which nothing here wants."""
+
+    async def prepare(self, task: Task, context: Path, config: TaskConfig, workdir: str | None) -> Environment:
+        path = context / "Dockerfile"
+        return environments.on_node(dockerfile.load(path)) if path.is_file() else environments.folder_of(task)
 
 
 @pytest.fixture
@@ -20,7 +33,7 @@ def ground(tmp_path: Path) -> Ground:
 
 @pytest.fixture
 def snapshots(ground: Ground) -> Snapshots:
-    return Snapshots(ground, None)
+    return Snapshots(ground, NothingBuilt(), None)
 
 
 DOCKERFILE = "FROM debian\nENV A=1 B=2\nWORKDIR /app\nCOPY data.txt /srv/data.txt\n"
@@ -101,9 +114,9 @@ async def test_who_decides_the_working_directory(ground: Ground, tmp_path: Path)
     both = Task("both", make_task(tmp_path / "tasks", "both", toml=toml))
     docker = Task("docker", make_task(tmp_path / "tasks", "docker", toml=""))
     neither = Task("neither", make_task(tmp_path / "tasks", "neither", toml="", dockerfile="FROM debian\n"))
-    snapshots = Snapshots(ground, None)
+    snapshots = Snapshots(ground, NothingBuilt(), None)
     assert [(await snapshots.get(task)).workdir for task in (both, docker, neither)] == ["/from-toml", "/app", "/"]
-    overridden = Snapshots(ground, "/over/ride")
+    overridden = Snapshots(ground, NothingBuilt(), "/over/ride")
     for task in (both, docker, neither):
         snapshot = await overridden.get(task)
         assert snapshot.workdir == "/over/ride"

@@ -9,7 +9,7 @@ import pytest
 from support.files import picture
 from support.git import commit_all, git
 from support.tasks import make_task
-from tbench2_env.server.sources import fingerprint, locate
+from tbench2_env.server.sources import fingerprint, locate, read
 from tbench2_env.server.tasks import Task
 
 
@@ -180,3 +180,16 @@ def test_the_fingerprint_changes_with_the_files_and_with_head(task: Task) -> Non
     git(task.path.parent, "commit", "--allow-empty", "--message", "x")
     seen.append(fingerprint(task))
     assert len(set(seen)) == len(seen)
+
+
+def test_one_file_of_a_task(task: Task) -> None:
+    assert read(task, "tests/data.bin") == bytes(range(256))
+    assert read(task, "tests/nothing") is None
+    assert read(task, "task.toml/x") is None
+
+
+def test_one_file_that_was_deleted_from_the_disk(task: Task) -> None:
+    commit_all(task.path.parent)
+    shutil.rmtree(task.path / "tests")
+    assert read(task, "tests/data.bin") == bytes(range(256))
+    assert read(task, "tests/nothing") is None

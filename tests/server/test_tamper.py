@@ -105,6 +105,8 @@ async def test_names_that_are_not_text(server: Server) -> None:
         "mkdir -p src; echo x > src/a.py; echo > conftest.py; echo > pyproject.toml; echo > json.py; echo x > /tmp/y",
         "printf x > /usr/local/bin/sl; printf x > /usr/local/bin/vim9; chmod +x /usr/local/bin/*9",
         "python3 -c 'import json, http.server, sqlite3, unittest'",
+        # Compiled with -O, modules of the node's are new ones, as all are in images of python.
+        "python3 -O -c 'import json.tool, unittest.mock, xmlrpc.client'",
         "p=$(command -v python3); ln -s python3 ${p%/*}/python",
         "useradd -m alice 2>/dev/null || echo 'alice:x:1000:1000::/home/alice:/bin/bash' >> /etc/passwd",
         "mkdir -p ~/.ssh /var/www /opt/tool/bin; echo x > ~/.ssh/authorized_keys; echo x > /opt/tool/bin/python3",

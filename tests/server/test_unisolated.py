@@ -242,6 +242,7 @@ def run(
         "PATH": os.environ["PATH"],
         "TB2_OUTPUT_DIR": str(tmp_path / "runs"),
         "TB2_SCRATCH_DIR": str(tmp_path / "scratch"),
+        "TB2_REGISTRY": "none",
     }
     argv = [*on_node, "--", sys.executable, "-m", "tbench2_env.server.app", *more]
     return subprocess.run(argv, env=own | dict(env), capture_output=True, text=True, timeout=60)

@@ -223,7 +223,7 @@ async def test_a_verifier_out_of_time_gives_no_verdict_and_leaves_nothing(server
         assert time.monotonic() - begun < 4
         assert_no_verdict(result, "verifier_timeout", "timed out after 2 s")
         assert result.observation.output == "so far\n"
-        assert (await env.exec("pgrep -a sleep | cut -d' ' -f2-")).output == "sleep 602\n", (
+        assert (await env.exec("pgrep -a -r S sleep | cut -d' ' -f2-")).output == "sleep 602\n", (
             "only the agent's own is left"
         )
         await asyncio.sleep(max(0, 3.3 - (time.monotonic() - begun)))

@@ -41,6 +41,7 @@ class Server:
             "TB2_TASKS_DIR": str(tasks),
             "TB2_OUTPUT_DIR": str(self.runs),
             "TB2_SCRATCH_DIR": str(self.scratch),
+            "TB2_REGISTRY": "none",  # no test asks a registry of the internet
             "MAX_CONCURRENT_ENVS": "64",
             **env,
         }
