@@ -45,7 +45,4 @@ def _add_file(rung: Rung, relative: str, text: str) -> None:
     for parent in reversed(path.parents):
         if not parent.exists():
             _add_folder(rung, str(parent), 0o755)
-    path.unlink(missing_ok=True)
-    path.write_text(text)
-    path.chmod(0o644)
-    mask.own(rung, str(path))
+    mask.write_file(rung, path, text)

@@ -199,7 +199,11 @@ def _copy(source: str, target: str) -> None:
 
 def _add_file(rung: Rung, relative: str, text: str) -> None:
     _add_parents(rung, relative)
-    path = Path("shared/mask", relative)
+    write_file(rung, Path("shared/mask", relative), text)
+
+
+def write_file(rung: Rung, path: Path, text: str) -> None:
+    """A file of root's for everybody to read, in the place of what has the name; the folder is there."""
     path.unlink(missing_ok=True)
     path.write_text(text)
     path.chmod(0o644)

@@ -1,5 +1,6 @@
-"""Fixtures: a workshop to build in, after which nothing is left of what it did."""
+"""Fixtures: a store, and a workshop to build in, after which nothing is left of what it did."""
 
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -11,8 +12,25 @@ from urllib.parse import quote, unquote
 import pytest
 
 from support.building import Ledger, Workshop, ledger, settings_of, workshop
+from tbench2_env.server.images.store import Kind, Store
+
+#: Of a store that a test makes: as the best rung would, without a shift, if we are root.
+ONE_ID = Kind(0, False, "user")
+KIND = Kind(0, True, "trusted") if os.geteuid() == 0 else ONE_ID
 
 StartWorkshop = Callable[..., Awaitable[Workshop]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A store in which nothing is left half-made and nothing locked."""
+    store = Store(tmp_path / "store", KIND)
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    yield store
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+    for name in ("making", "locks"):
+        folder = store.folder / name
+        assert not folder.exists() or not list(folder.iterdir())
 
 
 @pytest.fixture

@@ -15,10 +15,13 @@ from support.server import free_port
 from tbench2_env.server.images.bases import Bases, BaseUnavailable, parse_bases
 from tbench2_env.server.images.image import Image, ImageConfig
 from tbench2_env.server.images.registry import Registries
-from tbench2_env.server.images.store import Kind, Store
+from tbench2_env.server.images.store import Store
+
+from .conftest import KIND
 
 ROOT = os.geteuid() == 0
-KIND = Kind(0, True, "trusted") if ROOT else Kind(0, False, "user")
+#: Nobody listens there; the port stays reserved, by a descriptor that the fixture `store` is to find open already.
+DEAD = f"127.0.0.1:{free_port()}"
 NOWHERE = Registries(())
 
 BASE = tar(
@@ -32,14 +35,6 @@ BASE = tar(
 )
 UPPER = tar(("etc/", {}), ("etc/.wh.motd", b""), ("opt/", {}), ("opt/.wh..wh..opq", b""), ("opt/new", b"new"))
 CONFIG = {"Env": ["PATH=/bin", "A=b=c"], "WorkingDir": "/opt", "User": "daemon", "Entrypoint": ["/bin/no"]}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "store", KIND)
-    yield store
-    for name in ("making", "locks"):
-        assert not (store.folder / name).exists() or not list((store.folder / name).iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -302,9 +297,8 @@ async def test_only_layers_that_the_store_lacks_are_fetched(
 
 
 async def test_what_is_not_to_be_had_says_why(store: Store) -> None:
-    dead = f"127.0.0.1:{free_port()}"
-    here = Bases({}, Registries([dead], skopeo=shutil.which("skopeo")), store)
-    with pytest.raises(BaseUnavailable, match=rf"^ubuntu:24.04: .*{dead}: .*connection refused"):
+    here = Bases({}, Registries([DEAD], skopeo=shutil.which("skopeo")), store)
+    with pytest.raises(BaseUnavailable, match=rf"^ubuntu:24.04: .*{DEAD}: .*connection refused"):
         await here.resolve("ubuntu:24.04")
     with pytest.raises(BaseUnavailable, match=r"^Ubuntu: image 'Ubuntu': .* is no repository"):
         await here.resolve("Ubuntu")

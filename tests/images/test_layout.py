@@ -5,11 +5,10 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from tbench2_env.server.images.archive import ArchiveError
 from tbench2_env.server.images.export import write_layout
 from tbench2_env.server.images.image import Image, ImageConfig
 from tbench2_env.server.images.layout import BlobCorrupt, Layout, LayoutError, import_layout
-from tbench2_env.server.images.store import Kind, MissingLayer, Store
+from tbench2_env.server.images.store import MissingLayer, Store
 
-KIND = Kind(0, True, "trusted") if os.geteuid() == 0 else Kind(0, False, "user")
+from .conftest import KIND
+
 with_skopeo = pytest.mark.skipif(shutil.which("skopeo") is None, reason="needs skopeo")
 CONFIG = ImageConfig({"PATH": "/usr/bin:/bin", "A": "b"}, "/app", "me", ("/bin/bash", "-c"))
 Edit = Callable[[dict[str, Any]], object]
@@ -90,16 +90,6 @@ class Maker:
 @pytest.fixture
 def maker(tmp_path: Path) -> Maker:
     return Maker(tmp_path / "layout")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """A store in which nothing is left half-made."""
-    store = Store(tmp_path / "store", KIND)
-    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    yield store
-    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
-    assert not (store.folder / "making").exists() or not list((store.folder / "making").iterdir())
 
 
 def skopeo(*arguments: str | Path) -> bytes:

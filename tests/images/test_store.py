@@ -26,22 +26,10 @@ from tbench2_env.server.images.store import (
     StoreReadOnly,
 )  # fmt: skip
 
+from .conftest import KIND, ONE_ID
+
 ROOT = os.geteuid() == 0
-ONE_ID = Kind(0, False, "user")
-KIND = Kind(0, True, "trusted") if ROOT else ONE_ID
 MAKER = Path(__file__).with_name("maker.py")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """A store in which nothing is left half-made and nothing locked."""
-    store = Store(tmp_path / "store", KIND)
-    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    yield store
-    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
-    for name in ("making", "locks"):
-        folder = store.folder / name
-        assert not folder.exists() or not list(folder.iterdir())
 
 
 def filler(files: dict[str, str]) -> Callable[[Path], Awaitable[None]]:
