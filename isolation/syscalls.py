@@ -5,12 +5,14 @@ are set up to give, the setting that frees it. Numbers are those that x86_64 and
 (mount, unshare, pivot_root, ...) the call goes through libc.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
 import signal
+import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 # linux/sched.h
 CLONE_NEWNS = 0x0002_0000
@@ -19,6 +21,7 @@ CLONE_NEWIPC = 0x0800_0000
 CLONE_NEWUSER = 0x1000_0000
 CLONE_NEWPID = 0x2000_0000
 CLONE_NEWNET = 0x4000_0000
+CLONE_VM = 0x0000_0100
 CLONE_PIDFD = 0x0000_1000
 CLONE_PARENT = 0x0000_8000
 
@@ -45,7 +48,11 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET, LANDLOCK_SCOPE_SIGNAL = 1, 2
 
-_KEYCTL_JOIN_SESSION_KEYRING = 1  # linux/keyctl.h
+_PROT_READ, _PROT_EXEC, _MAP_PRIVATE, _MAP_FAILED = 1, 4, 2, ctypes.c_void_p(-1).value  # sys/mman.h
+# sigset_t of the C library
+_SIG_SETMASK, _ALL_SIGNALS, _NO_SIGNALS = 2, b"\xff" * 128, bytes(128)
+
+KEYCTL_JOIN_SESSION_KEYRING = 1  # linux/keyctl.h
 
 _SYS = {
     "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
@@ -61,9 +68,10 @@ _libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
 _libc.unshare.argtypes = (ctypes.c_int,)
 _libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
 _libc.pivot_root.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-_libc.capset.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
 _libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
 _libc.syncfs.argtypes = (ctypes.c_int,)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
 _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 _USERNS_ADVICE = (
@@ -146,6 +154,13 @@ def clone(flags: int) -> tuple[int, int]:
     return pid, pidfd.value if pid else -1
 
 
+def cloned(result: int, flags: int) -> int:
+    """The pid that a clone of our own answered with. Raises: OSError."""
+    if result < 0:
+        ctypes.set_errno(-result)
+    return _check(result, "clone", f"0x{flags:x}", _what(flags, "clone"))
+
+
 def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare", f"0x{flags:x}", _what(flags, "unshare"))
 
@@ -176,8 +191,11 @@ def prctl(option: int, value: int = 0, argument: int = 0) -> None:
     _check(_libc.prctl(option, value, argument, 0, 0), "prctl", f"{option}, {value}")
 
 
-def capset(header: bytes, data: bytes) -> None:
-    _check(_libc.capset(header, data), "capset")
+def message_with_descriptors(lay: Callable[[bytes], int], payload: bytes, fds: Sequence[int]) -> int:
+    """The address of a struct msghdr with SCM_RIGHTS for sendmsg(2); `lay` puts bytes into memory at an address."""
+    rights = struct.pack(f"Qii{len(fds)}i", 16 + 4 * len(fds), socket.SOL_SOCKET, socket.SCM_RIGHTS, *fds)  # cmsghdr
+    vector = struct.pack("2Q", lay(payload), len(payload))
+    return lay(struct.pack("Qi4xQQQQi4x", 0, 0, lay(vector), 1, lay(rights), len(rights), 0))
 
 
 def filesystem_type(path: str) -> int:
@@ -210,12 +228,6 @@ def move_mount(mount_fd: int, target: str) -> None:
         "move_mount", _long(mount_fd), b"", _long(AT_FDCWD), target.encode(), _long(MOVE_MOUNT_F_EMPTY_PATH),
         detail=target,
     )  # fmt: skip
-
-
-def move_mount_onto(mount_fd: int, folder_fd: int, target: str) -> None:
-    """The same onto an open folder, known as `target`, whatever somebody makes of its path at this moment."""
-    flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
-    _syscall("move_mount", _long(mount_fd), b"", _long(folder_fd), b"", _long(flags), detail=target)
 
 
 def mount_setattr(mount_fd: int, attr_set: int, userns_fd: int = 0, *, recursive: bool = False) -> None:
@@ -259,6 +271,23 @@ def _kernel_log(context: int) -> str:
     return f" [{lines.strip()}]"
 
 
+def map_code(fd: int, size: int) -> int:
+    """Map a file's beginning for good, to be executed; answers with its address."""
+    address = _libc.mmap(None, size, _PROT_READ | _PROT_EXEC, _MAP_PRIVATE, fd, 0)
+    _check(-1 if address in (None, _MAP_FAILED) else 0, "mmap", f"fd {fd}, PROT_READ | PROT_EXEC")
+    return int(address)
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """All signals wait that can; none did before."""
+    _libc.sigprocmask(_SIG_SETMASK, _ALL_SIGNALS, None)
+    try:
+        yield
+    finally:
+        _libc.sigprocmask(_SIG_SETMASK, _NO_SIGNALS, None)
+
+
 def restore_thread_signals() -> None:
     """Give the two signals that the C library keeps to itself, and refuses to touch, their default action."""
     rt_sigaction = {"x86_64": 13, "aarch64": 134}.get(os.uname().machine)
@@ -276,7 +305,7 @@ def leave_session_keyring() -> None:
     """
     keyctl = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
     if keyctl is not None:
-        _libc.syscall(_long(keyctl), _long(_KEYCTL_JOIN_SESSION_KEYRING), None)
+        _libc.syscall(_long(keyctl), _long(KEYCTL_JOIN_SESSION_KEYRING), None)
 
 
 def landlock_abi() -> int:
