@@ -15,14 +15,15 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from tbench2_env.isolation import command as commands
-from tbench2_env.isolation import probe, processes, worktree
+from tbench2_env.isolation import entering, probe, processes, worktree
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
-from tbench2_env.isolation.init import prefer_for_oom_killer
 from tbench2_env.isolation.laid import RECORD, Laid
+from tbench2_env.isolation.program import NOT_STARTED, Program
 from tbench2_env.isolation.reactor import End, Reactor
 from tbench2_env.isolation.spec import ID_COUNT, RUNGS, CommandSpec, Provided, Rung, SandboxSpec, SpawnerConfig
 from tbench2_env.isolation.stack import Ground
+from tbench2_env.isolation.start import Starter, move_all_up
 
 TESTS, REWARDS = "/tests", "/logs/verifier"
 _NOT_KEPT = "not kept (TB2_ISOLATION=none)"
@@ -58,7 +59,7 @@ def prepare(config: SpawnerConfig, server: Channel, commands_server: Channel) ->
         os.chdir(folder)
         for name in ("episodes", "trash", "shared/layers"):
             os.makedirs(name)
-        return Bare(server, commands_server, Ground(folder, _resolve(), (), in_memory=False))
+        return Bare(server, commands_server, Ground(folder, _resolve(), (), in_memory=False), config.nice)
     raise OSError("; ".join(refusals))
 
 
@@ -75,12 +76,13 @@ class Bare:
     `staged` is how much was laid out before the verifier's files were.
     """
 
-    def __init__(self, server: Channel, commands_server: Channel, ground: Ground) -> None:
-        self.server, self.commands_server, self.ground = server, commands_server, ground
+    def __init__(self, server: Channel, commands_server: Channel, ground: Ground, nice: int) -> None:
+        self.server, self.commands_server, self.ground, self.nice = server, commands_server, ground, nice
         self.episode: SandboxSpec | None = None
         self.laid = Laid(os.path.abspath(RECORD), chown=ground.rung.has_id_range)
         self.staged = 0
-        self.running: dict[int, int] = {}
+        self.running: dict[int, commands.Running] = {}
+        self.starter = Starter()
         self.verifiers: dict[int, int] = {}
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.reactor = Reactor(on_child=self._child_ended)
@@ -139,7 +141,8 @@ class Bare:
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
         self._check_name(message["name"])
         self._end_episode()
-        self.server.send({"id": message["id"], "ok": True})
+        used = {"usage": {}, "all_cpu": False} if message.get("measure") else {}
+        self.server.send({"id": message["id"], "ok": True, **used})
 
     def _end_episode(self) -> None:
         deadline = time.monotonic() + _KILL_TIMEOUT_S
@@ -170,31 +173,38 @@ class Bare:
     def _usage(self, message: dict[str, Any], fds: list[int]) -> None:
         """What the server counted of the commands that ended is all there is."""
         self._check_name(message["name"])
-        self.server.send({"id": message["id"], "ok": True, "usage": {}, "all_cpu": False})
+        self.server.send({"id": message["id"], "ok": True, "usage": {}, "all_cpu": False, "hits": {}})
 
     # ------------------------------------------------------------ commands
     def _exec(self, message: dict[str, Any], fds: list[int]) -> None:
         if self.episode is None or self.episode.name != message["name"]:
             raise ValueError("the sandbox is dead")
-        pid = os.fork()
-        if pid == 0:
-            self._become(message, fds, self.commands_server)
-        self.running[pid] = message["id"]
+        running = self._start(self.starter, message, fds)
+        self.running[running.started.pid] = running
 
-    def _become(self, message: dict[str, Any], fds: list[int], channel: Channel) -> NoReturn:
-        def report(reason: str) -> None:
-            channel.send({"event": "failed", "id": message["id"], "error": reason})
+    def _start(self, starter: Starter, message: dict[str, Any], fds: list[int]) -> commands.Running:
+        """`message` is the request; `fds` get other numbers. Raises: OSError, ValueError."""
+        command = CommandSpec.from_dict(message["command"])
+        move_all_up(fds)
+        started = starter.start(commands.program(command, fds, self._enter), fds)
+        return commands.Running(message["id"], command, started)
 
-        commands.become(CommandSpec.from_dict(message["command"]), fds, _enter, report)
+    def _enter(self, program: Program) -> None:
+        """What a process of the episode does first: it ends with the helper, and comes first for the OOM killer."""
+        program.call("prctl", sc.PR_SET_DUMPABLE, 1)  # else its /proc files are root's
+        program.call("prctl", sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+        entering.prefer_for_oom_killer(program)
+        entering.take_place(program, (), (), self.nice)
 
     def _kill(self, message: dict[str, Any], fds: list[int]) -> None:
-        for pid, request in (*self.running.items(), *self.verifiers.items()):
+        requests = {pid: running.request for pid, running in self.running.items()} | self.verifiers
+        for pid, request in requests.items():
             if request == message["target"]:
                 processes.kill_tree(self.proc, pid)
 
     def _child_ended(self, pid: int, end: End) -> None:
         if pid in self.running:
-            self.commands_server.send({"event": "exit", "id": self.running.pop(pid), **end.to_dict()})
+            self.commands_server.send(self.running.pop(pid).news(self.starter, end))
         elif pid in self.verifiers:
             self.laid.undo(self.staged)
             self.server.send({"event": "exit", "id": self.verifiers.pop(pid), **end.to_dict()})
@@ -223,17 +233,24 @@ class Bare:
 
     def _watch_over(self, message: dict[str, Any], fds: list[int]) -> NoReturn:
         """In a child: run the verifier, kill what it leaves, and end as it did."""
-        number = commands.NOT_STARTED
+        number = NOT_STARTED
         try:
-            _enter()
+            sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+            sc.prctl(sc.PR_SET_DUMPABLE, 1)  # else its /proc files are root's
             signal.set_wakeup_fd(-1)
             for each in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
                 signal.signal(each, signal.SIG_DFL)
             sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
-            pid = os.fork()
-            if pid == 0:
-                self._become(message, fds, self.server)
-            number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            starter = Starter()
+            try:
+                running = self._start(starter, message, fds)
+            except (OSError, ValueError) as error:
+                self.server.send({"event": "failed", "id": message["id"], "error": str(error)})
+                raise
+            number = os.waitstatus_to_exitcode(os.waitpid(running.started.pid, 0)[1])
+            news = running.news(starter, End(number, 0.0, 0))
+            if news["event"] == "failed":
+                self.server.send(news)
             while processes.descendants(self.proc, os.getpid()):
                 processes.kill_below(self.proc, os.getpid())
                 time.sleep(0.005)
@@ -242,10 +259,3 @@ class Bare:
         finally:
             # Whatever happened: a fork must never go on as a second helper.
             os._exit(number if number >= 0 else 128 - number)
-
-
-def _enter() -> None:
-    """What a process of the episode does first: it ends with the helper, and comes first for the OOM killer."""
-    sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
-    sc.prctl(sc.PR_SET_DUMPABLE, 1)  # else its /proc files are root's
-    prefer_for_oom_killer()

@@ -4,7 +4,6 @@ Started by `sandbox.Spawner` as `python -I -S -c ...` (lean imports make each fo
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -14,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tbench2_env.isolation import bare, frame, laid, launcher, mask, probe, warden
-from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed
 from tbench2_env.isolation.provisions import Provisions
 from tbench2_env.isolation.spawner import Helpers, Spawner
 from tbench2_env.isolation.spec import RUNGS, SpawnerConfig
+from tbench2_env.isolation.start import move_up
 
 #: The last argument of a spawner that is in its own user namespace.
 _ENTERED = "entered"
@@ -27,9 +26,7 @@ _ENTERED = "entered"
 
 def _own_socket(fd: str) -> Channel:
     """The inherited socket, moved out of the low numbers that commands take."""
-    high = fcntl.fcntl(int(fd), fcntl.F_DUPFD_CLOEXEC, commands.FIRST_PRIVATE_FD)
-    os.close(int(fd))
-    return Channel(socket.socket(fileno=high))
+    return Channel(socket.socket(fileno=move_up(int(fd))))
 
 
 def _harden() -> None:
@@ -80,7 +77,7 @@ def main(arguments: list[str]) -> None:
         _refuse(server, error)
     to_warden, warden_end = _pair()
     # Looks for what this host offers with children of its own: before any other is born.
-    provisions = Provisions(ground, to_warden, config.egress)
+    provisions = Provisions(ground, to_warden, config.egress, config.nice)
     if provisions.egress is not None:
         for layer in (mask, frame):
             layer.set_nameservers(ground.rung, provisions.egress.nameservers)

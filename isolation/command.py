@@ -1,75 +1,105 @@
-"""The last steps of a forked child before it becomes a command: descriptors, terminal, folder, exec."""
+"""A command's program: after it has taken its place, its descriptors, terminal and folder, then exec."""
 
-import contextlib
-import fcntl
+import errno
 import os
-import socket
 import termios
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tbench2_env.isolation import syscalls as sc
+from tbench2_env.isolation.program import SPARE_FDS, Program
+from tbench2_env.isolation.reactor import End
 from tbench2_env.isolation.spec import CommandSpec
-
-#: Exit status of a child that could not become its command; the reason travels by message.
-NOT_STARTED = 125
-#: The helpers keep their own descriptors at or above this, so that a command's can take the low numbers.
-FIRST_PRIVATE_FD = 64
+from tbench2_env.isolation.start import Started, Starter
 
 # asm-generic/ioctls.h; the second opens the other end of a pty whatever /dev/pts shows.
 _TIOCSPTLCK, _TIOCGPTPEER = 0x4004_5431, 0x5441
+_CLOSE_RANGE_CLOEXEC = 4  # linux/close_range.h
+_SIG_SETMASK, _SIGSET_BYTES = 2, 8  # of the kernel
+#: Where a terminal's two ends are for a moment.
+_MASTER, _SLAVE = SPARE_FDS[1:]
 
 
-def become(command: CommandSpec, fds: list[int], enter: Callable[[], None], report: Callable[[str], None]) -> NoReturn:
-    """Run `enter` (joining namespaces), then exec the command; on failure `report` the reason and exit.
+@dataclass(frozen=True)
+class Running:
+    """A command that was started at somebody's request."""
 
-    `fds` become the command's 0, 1, 2, 3, ...; with `command.tty`, the first is a socket on which the new terminal's
-    master is sent, and the others become 3, 4, ...
-    """
-    try:
-        sc.leave_session_keyring()
-        # Orphans of the command stay below it while it lives, so that a timeout finds its whole tree.
-        sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
-        parked = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE_FD) for fd in fds]
-        enter()
-        os.setsid()
-        if command.tty:
-            parked = [*_open_terminal(parked[0]), *parked[1:]]
-        for number, fd in enumerate(parked):
-            os.dup2(fd, number)
-        _change_folder(command.cwd)
-        os.umask(0o022)
-        os.execve(command.path, command.argv, command.env)
-    except BaseException as error:
-        with contextlib.suppress(BaseException):
-            report(f"{command.path}: {_explain(error)}")
-    finally:
-        # Whatever happened: a fork must never go on as a second launcher or spawner.
-        os._exit(NOT_STARTED)
+    request: int
+    command: CommandSpec
+    started: Started
+
+    def news(self, starter: Starter, end: End) -> dict[str, Any]:
+        """The event of its end, also if it never began."""
+        failure = starter.why_not(self.started, end.status)
+        if failure is None:
+            return {"event": "exit", "id": self.request, **end.to_dict()}
+        return {"event": "failed", "id": self.request, "error": f"{self.command.path}: {_explain(failure)}"}
 
 
-def _explain(error: BaseException) -> str:
-    if isinstance(error, BlockingIOError):  # EAGAIN, which execve(2) gives for nothing else
+def _explain(failure: OSError) -> str:
+    if failure.errno == errno.EAGAIN:  # which execve(2) gives for nothing else
         return "the episode has reached its limit of processes: nothing can be started before some of them end"
-    return str(error)
+    return failure.strerror or str(failure)
 
 
-def _open_terminal(reply_fd: int) -> list[int]:
+def program(command: CommandSpec, fds: Sequence[int], enter: Callable[[Program], None]) -> Program:
+    """`enter` adds the steps that join namespaces. `fds`, numbers that `start.move_up` made, become the command's
+    0, 1, 2, 3, ...; with `command.tty`, the first is a socket on which the new terminal's master is sent, and the
+    others become 3, 4, ... Raises: ValueError for what execve cannot take.
+    """
+    made = Program()
+    # Another process of the episode must not look into one that still has descriptors of ours.
+    made.call("prctl", sc.PR_SET_DUMPABLE, 0)
+    # Keyrings are inherited; see `syscalls.leave_session_keyring`, also for why it may fail.
+    made.call("keyctl", sc.KEYCTL_JOIN_SESSION_KEYRING, 0, optional=True)
+    # Orphans of the command stay below it while it lives, so that a timeout finds its whole tree.
+    made.call("prctl", sc.PR_SET_CHILD_SUBREAPER, 1)
+    made.call("setsid")
+    enter(made)
+    if command.tty:
+        _open_terminal(made, fds[0])
+        fds = [_SLAVE, _SLAVE, _SLAVE, *fds[1:]]
+    for number, fd in enumerate(fds):
+        made.call("dup3", fd, number, 0)
+    made.call("umask", 0o022)
+    _change_folder(made, command.cwd.encode(errors="surrogateescape"))
+    made.call("close_range", len(fds), 0xFFFF_FFFF, _CLOSE_RANGE_CLOEXEC)
+    made.call("rt_sigprocmask", _SIG_SETMASK, made.data(bytes(_SIGSET_BYTES)), 0, _SIGSET_BYTES)
+    if any("=" in name for name in command.env):
+        raise ValueError("illegal environment variable name")
+    environment = [f"{name}={value}" for name, value in command.env.items()]
+    path, argv, envp = (_encode(texts) for texts in ([command.path], command.argv, environment))
+    made.call("execve", made.text(path[0]), made.vector(argv), made.vector(envp))
+    return made
+
+
+def _encode(texts: Sequence[str]) -> list[bytes]:
+    return [text.encode("utf-8", errors="surrogateescape") for text in texts]
+
+
+def _open_terminal(made: Program, reply: int) -> None:
     """A pty of the episode's own /dev/pts as controlling terminal; its master goes to whoever holds the socket."""
     # O_NONBLOCK: an agent may have put a FIFO in its place.
-    master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
-    fcntl.ioctl(master, _TIOCSPTLCK, b"\0\0\0\0")
-    slave = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-    with socket.socket(fileno=os.dup(reply_fd)) as reply:
-        socket.send_fds(reply, [b"tty"], [master])
-    return [slave, slave, slave]
+    flags = os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK
+    made.keep(_MASTER, made.call("openat", sc.AT_FDCWD, made.text(b"/dev/ptmx"), flags, what="/dev/ptmx"))
+    made.call("ioctl", _MASTER, _TIOCSPTLCK, made.data(bytes(4)), what="unlocking /dev/ptmx")
+    peer = made.call("ioctl", _MASTER, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC, what="TIOCGPTPEER")
+    made.keep(_SLAVE, peer)
+    made.call("ioctl", _SLAVE, termios.TIOCSCTTY, 0, what="TIOCSCTTY")
+    made.call("sendmsg", reply, sc.message_with_descriptors(made.data, b"tty", [_MASTER]), 0)
 
 
-def _change_folder(path: str) -> None:
+def _change_folder(made: Program, path: bytes) -> None:
     """The working directory is made again if the agent removed it; in a hopeless case the command starts in /."""
-    try:
-        os.makedirs(path, exist_ok=True)
-        os.chdir(path)
-    except OSError:
-        os.chdir("/")
+    there = made.call("chdir", made.text(path), optional=True)
+    missing = made.here()
+    parts = path.strip(b"/").split(b"/")
+    for depth in range(1, len(parts) + 1):
+        folder = b"/" + b"/".join(parts[:depth])
+        made.call("mkdirat", sc.AT_FDCWD, made.text(folder), 0o777, optional=True)
+    again = made.call("chdir", made.text(path), optional=True)
+    again.error = made.here()
+    made.call("chdir", made.text(b"/"))
+    there.error, there.then = missing, made.here()
+    again.then = there.then

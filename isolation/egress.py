@@ -4,27 +4,27 @@
     slirp4netns  one process per episode speaks TCP/IP in user space; needs /dev/net/tun
     pasta        the same by another program
 
-The spawner makes one provider at its start, by `find`, and calls `connect` for each episode while its PID 1 waits;
-PID 1 then calls `configure_inside` with what the plug says. All of it is IPv4. The episode must not have
+The spawner makes one provider at its start, by `find`, and calls `connect` for each episode while its PID 1 waits,
+which then makes the changes of `inside`. All of it is IPv4. The episode must not have
 CAP_NET_ADMIN over its network namespace, or it could remove the unreachable routes again.
 """
 
 import contextlib
 import fcntl
 import ipaddress
-import json
 import os
 import select
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from tbench2_env.isolation import netfilter, userns
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.netfilter import LINK_LOCAL, find_program, network_of
-from tbench2_env.isolation.netlink import RTN_LOCAL, Netlink
+from tbench2_env.isolation.netlink import LOOPBACK, RTN_LOCAL, Changes, Netlink
 
 #: The name of the episode's interface, whoever makes it.
 DEVICE = "eth0"
@@ -36,9 +36,8 @@ _SAYS_IT = "no nameserver of the host's resolv.conf can be reached from an episo
 
 
 class Plug(Protocol):
-    """One episode's connection. `inside` is for `configure_inside`; `pid` is a child of ours to be reaped, or None."""
+    """One episode's connection. `pid` is a child of ours to be reaped, or None."""
 
-    inside: dict[str, Any]
     pid: int | None
 
     def unplug(self) -> None:
@@ -46,9 +45,13 @@ class Plug(Protocol):
 
 
 class Egress(Protocol):
-    """A provider. `nameservers` belong into the episode's resolv.conf; `lacks` are sentences for the user."""
+    """A provider. `nameservers` belong into the episode's resolv.conf; `lacks` are sentences for the user.
+
+    What is `unreachable` must be so from inside, see `inside`, for the provider would let it through.
+    """
 
     name: str
+    unreachable: Sequence[str]
     nameservers: tuple[str, ...]
     lacks: tuple[str, ...]
 
@@ -59,13 +62,14 @@ class Egress(Protocol):
         """Give back what the provider itself holds. Plugs are to be unplugged before."""
 
 
-def configure_inside(settings: dict[str, Any]) -> None:
-    """Set up the network namespace that the caller is in: its loopback, and what a plug says. Raises: OSError."""
-    with Netlink() as link:
-        link.set_up(socket.if_nametoindex("lo"))
-        for network in settings.get("unreachable", ()):
-            address, prefix = network.split("/")
-            link.add_unreachable(address, int(prefix))
+def inside(unreachable: Sequence[str]) -> Changes:
+    """What every network namespace of an episode gets: its loopback, and networks that it must not reach."""
+    changes = Changes()
+    changes.set_up(LOOPBACK)
+    for network in unreachable:
+        address, prefix = network.split("/")
+        changes.add_unreachable(address, int(prefix))
+    return changes
 
 
 def host_networks(link: Netlink) -> list[ipaddress.IPv4Network]:
@@ -101,10 +105,10 @@ class VethPlug:
 
     pid: int | None = None
 
-    def __init__(self, owner: "Veth", slot: int, name: str) -> None:
-        self.owner, self.slot, self.name = owner, slot, name
-        self.gateway, self.address = (str(owner.claim.network[4 * slot + n]) for n in (1, 2))
-        self.inside: dict[str, Any] = {}
+    def __init__(self, owner: "Veth", slot: int) -> None:
+        self.owner, self.slot, self.name = owner, slot, f"{owner.claim.prefix}{slot}"
+        first = owner.first_address + 4 * slot
+        self.gateway, self.address = (socket.inet_ntoa(struct.pack("!I", first + n)) for n in (1, 2))
 
     def unplug(self) -> None:
         if self.owner.plugs.get(self.slot) is self:
@@ -117,12 +121,13 @@ class Veth:
     """A pair of interfaces per episode, and masquerading by one nftables table per server."""
 
     name = "veth"
+    unreachable: Sequence[str] = ()
 
     def __init__(self, resolv_confs: Sequence[str] = RESOLV_CONFS) -> None:
         self.link = Netlink()
         try:
             # The first request that only CAP_NET_ADMIN may make; it changes nothing.
-            self.link.set_up(socket.if_nametoindex("lo"))
+            self.link.set_up(LOOPBACK)
             netfilter.enable_forwarding()
             self.nameservers = usable_nameservers(resolv_confs, host_networks(self.link))
             self.lacks: tuple[str, ...] = () if self.nameservers else (_SAYS_IT,)
@@ -130,6 +135,7 @@ class Veth:
         except OSError:
             self.link.close()
             raise
+        self.first_address = int(self.claim.network.network_address)
         self.plugs: dict[int, VethPlug] = {}
         #: The longest unused first: its last interface is certainly gone.
         self.free = list(range(self.claim.network.num_addresses // 4))
@@ -138,28 +144,21 @@ class Veth:
         if not self.free:
             raise OSError(f"all {len(self.plugs)} networks of {self.claim.network} are in use")
         slot = self.free.pop(0)
-        plug = VethPlug(self, slot, f"{self.claim.prefix}{slot}")
+        plug = VethPlug(self, slot)
         self.plugs[slot] = plug
         try:
             self._add_pair(plug.name, pid)
             index = socket.if_nametoindex(plug.name)
-            self.link.keep_from_ipv6(index)
-            self.link.add_address(index, plug.gateway, 30)
-            self.link.set_up(index)
-            self._configure_episodes_end(plug, pid)
+            self.link.make(_end(index, plug.gateway))
+            with _in_network_of(pid), Netlink() as there:
+                episodes = _end(socket.if_nametoindex(DEVICE), plug.address)
+                episodes.add_default_route(plug.gateway)
+                there.make(episodes)
             self._wait_until_running(index)
         except OSError:
             plug.unplug()
             raise
         return plug
-
-    def _configure_episodes_end(self, plug: VethPlug, pid: int) -> None:
-        with _in_network_of(pid), Netlink() as there:
-            index = socket.if_nametoindex(DEVICE)
-            there.keep_from_ipv6(index)
-            there.add_address(index, plug.address, 30)
-            there.set_up(index)
-            there.add_default_route(plug.gateway)
 
     def _wait_until_running(self, index: int) -> None:
         """Our end starts some time after both are up. What is sent before is lost, and costs the sender 1 s."""
@@ -183,6 +182,15 @@ class Veth:
         self.link.close()
 
 
+def _end(index: int, address: str) -> Changes:
+    """One end of a pair."""
+    changes = Changes()
+    changes.keep_from_ipv6(index)
+    changes.add_address(index, address, 30)
+    changes.set_up(index)
+    return changes
+
+
 @contextlib.contextmanager
 def _in_network_of(pid: int) -> Iterator[None]:
     own, there = (os.open(f"/proc/{one}/ns/net", os.O_RDONLY | os.O_CLOEXEC) for one in ("self", pid))
@@ -201,10 +209,9 @@ def _in_network_of(pid: int) -> Iterator[None]:
 class ProcessPlug:
     """A process that carries the packets of an episode."""
 
-    def __init__(self, pid: int, unreachable: list[str]) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid: int | None = pid
         self.pidfd = os.pidfd_open(pid)
-        self.inside: dict[str, Any] = {"unreachable": unreachable}
 
     def unplug(self) -> None:
         if self.pidfd >= 0:
@@ -235,7 +242,7 @@ class _PerProcess:
         with Netlink() as link:
             host = host_networks(link)
         # The programs connect from the host's own network: what is the host must be refused before it gets there.
-        self.unreachable = [str(network) for network in (*host, LINK_LOCAL)]
+        self.unreachable: Sequence[str] = [str(network) for network in (*host, LINK_LOCAL)]
         self.nameservers = self.find_nameservers(usable_nameservers(resolv_confs, host))
         self.lacks: tuple[str, ...] = () if self.nameservers else (_SAYS_IT,)
 
@@ -253,7 +260,7 @@ class _PerProcess:
             if child == 0:
                 _become_helper(self.program, self.argv(pid), (log, ready_inside), pid)
             os.close(ready_inside)
-            plug = ProcessPlug(child, self.unreachable)
+            plug = ProcessPlug(child)
             if not (select.select([ready], [], [], _READY_S)[0] and os.read(ready, 16)):
                 plug.unplug()
                 os.waitpid(child, 0)
@@ -358,12 +365,12 @@ def _try(egress: Egress, in_user_namespace: bool) -> None:
     with ours, theirs:
         pid, pidfd = sc.clone(sc.CLONE_NEWNET | (sc.CLONE_NEWUSER if in_user_namespace else 0))
         if pid == 0:
-            _become_trial(theirs)
+            _become_trial(theirs, egress.unreachable)
         try:
             if in_user_namespace:
                 userns.write_maps("/proc", pid, "0 0 1\n")
             plug = egress.connect(pid)
-            ours.send(json.dumps(plug.inside).encode())
+            ours.send(b"\0")
             answer = ours.recv(4000).decode()
             plug.unplug()
             if plug.pid is not None:
@@ -376,10 +383,12 @@ def _try(egress: Egress, in_user_namespace: bool) -> None:
             os.waitpid(pid, 0)
 
 
-def _become_trial(channel: socket.socket) -> NoReturn:
+def _become_trial(channel: socket.socket, unreachable: Sequence[str]) -> NoReturn:
     try:
         sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
-        configure_inside(json.loads(channel.recv(1 << 16)))
+        channel.recv(1)
+        with Netlink() as link:
+            link.make(inside(unreachable))
         channel.send(b"ok")
         signal.pause()
     except BaseException as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-#: PID 1 is the pause program: it uses nothing.
+#: PID 1 sleeps: it uses nothing.
 _PAUSE = "1"
 
 

@@ -8,32 +8,29 @@ announced before the server knew of it, so announcements are read first.
 import contextlib
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tbench2_env.isolation import capabilities, processes, provisions, seccomp, userns
+from tbench2_env.isolation import capabilities, entering, processes, seccomp
 from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
 from tbench2_env.isolation.init import prefer_for_oom_killer
+from tbench2_env.isolation.program import Program
 from tbench2_env.isolation.reactor import End, Reactor
 from tbench2_env.isolation.spec import CommandSpec, Rung
-
-#: The namespaces that a command joins, user last: the others need the outer namespace's rights.
-_KINDS = {
-    "mnt": sc.CLONE_NEWNS, "ipc": sc.CLONE_NEWIPC, "uts": sc.CLONE_NEWUTS, "net": sc.CLONE_NEWNET,
-    "user": sc.CLONE_NEWUSER,
-}  # fmt: skip
+from tbench2_env.isolation.start import Started, Starter, move_all_up
 
 
 @dataclass(frozen=True)
 class Entrance:
-    """How to get into an episode: descriptors of its namespaces by kind and of its /proc, its cgroup leaf, its CPUs."""
+    """How to get into an episode: descriptors of its namespaces by kind and of its /proc, its cgroup leaf, its CPUs,
+    its commands' niceness."""
 
     fds: dict[str, int]
     joins: list[int]
     cpus: list[int]
+    nice: int
 
     @property
     def proc(self) -> int:
@@ -43,19 +40,15 @@ class Entrance:
         close_all([*self.fds.values(), *self.joins])
 
 
-@dataclass(frozen=True)
-class Running:
-    request: int
-    episode: str
-
-
 class Launcher:
     """State: the episodes' descriptors by name, the running commands by process id."""
 
     def __init__(self, server: Channel, spawner: Channel, rung: Rung) -> None:
         self.server, self.spawner, self.rung = server, spawner, rung
         self.episodes: dict[str, Entrance] = {}
-        self.running: dict[int, Running] = {}
+        #: By process id, each with the name of its episode.
+        self.running: dict[int, tuple[str, commands.Running]] = {}
+        self.starter = Starter()
 
     def run(self) -> NoReturn:
         reactor = Reactor(on_child=self._child_ended)
@@ -97,37 +90,42 @@ class Launcher:
         if episode is None:
             self._failed(request, "the sandbox is dead")
             return
+        command = CommandSpec.from_dict(message["command"])
         try:
-            pid = processes.fork_into(episode.fds["pid"])
-        except OSError as error:
+            started = self._start(command, episode, fds)
+        except (OSError, ValueError) as error:
             self._failed(request, f"cannot start a process in the sandbox: {error}")
             return
-        if pid == 0:
-            spec = CommandSpec.from_dict(message["command"])
-            commands.become(spec, fds, self._enter(episode, spec.ids), lambda reason: self._failed(request, reason))
-        self.running[pid] = Running(request, name)
+        self.running[started.pid] = name, commands.Running(request, command, started)
 
-    def _enter(self, episode: Entrance, ids: tuple[int, ...]) -> Callable[[], None]:
-        def enter() -> None:
-            provisions.take_place(episode.joins, episode.cpus)
-            for name, kind in _KINDS.items():
-                if name in episode.fds:
-                    sc.setns(episode.fds[name], kind)
-            userns.become_root(supplementary_groups=self.rung.has_id_range)
-            if not self.rung.user_namespaces:
-                capabilities.confine_agent()
-            if ids and self.rung.has_id_range:
-                userns.become(*ids)
+    def _start(self, command: CommandSpec, episode: Entrance, fds: list[int]) -> Started:
+        """Gives `fds` other numbers. Raises: OSError, ValueError."""
+        move_all_up(fds)
+        program = commands.program(command, fds, lambda steps: self._enter(steps, episode, command.ids))
+        # For all children to come. The way back is not taken, because it is EPERM where our own PID namespace belongs
+        # to an outer user namespace (enroot).
+        sc.setns(episode.fds["pid"], sc.CLONE_NEWPID)
+        namespaces = [episode.fds[kind] for kind in entering.KINDS if kind in episode.fds]
+        return self.starter.start(program, [*fds, *episode.joins, *namespaces])
 
-        return enter
+    def _enter(self, program: Program, episode: Entrance, ids: tuple[int, ...]) -> None:
+        has_range = self.rung.has_id_range
+        entering.take_place(program, episode.joins, episode.cpus, episode.nice)
+        entering.join(program, episode.fds)
+        entering.become(program, 0, 0, () if has_range else None)
+        if not self.rung.user_namespaces:
+            entering.confine(program, capabilities.CONTAINER)
+        if ids and has_range:
+            uid, gid, *groups = ids
+            entering.become(program, uid, gid, groups)
 
     def _failed(self, request: int, reason: str) -> None:
         self.server.send({"event": "failed", "id": request, "error": reason})
 
     def _kill(self, target: int) -> None:
-        for pid, running in self.running.items():
+        for pid, (name, running) in self.running.items():
             if running.request == target:
-                self._kill_tree(pid, self.episodes.get(running.episode))
+                self._kill_tree(pid, self.episodes.get(name))
 
     def _kill_tree(self, pid: int, episode: Entrance | None) -> None:
         with contextlib.suppress(OSError):
@@ -137,9 +135,9 @@ class Launcher:
                 processes.kill_tree(episode.proc, processes.inner_pid(pid))
 
     def _child_ended(self, pid: int, end: End) -> None:
-        running = self.running.pop(pid, None)
-        if running is not None:
-            self.server.send({"event": "exit", "id": running.request, **end.to_dict()})
+        if pid in self.running:
+            _, running = self.running.pop(pid)
+            self.server.send(running.news(self.starter, end))
 
 
 def _entrance(message: dict[str, Any], fds: list[int]) -> Entrance:
@@ -148,7 +146,7 @@ def _entrance(message: dict[str, Any], fds: list[int]) -> Entrance:
     # Opened anew: a descriptor that was sent shares its position with the sender's, who lists the folder, too.
     shared, named["proc"] = named["proc"], os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=named["proc"])
     os.close(shared)
-    return Entrance(named, fds[len(kinds) :], message["cpus"])
+    return Entrance(named, fds[len(kinds) :], message["cpus"], message["nice"])
 
 
 def main(server: Channel, spawner: Channel, rung: Rung) -> NoReturn:

@@ -1,16 +1,36 @@
 """Mount plans: what an episode's mount namespace holds, as data that can be built, described and applied.
 
-Targets are paths inside the episode, applied below a prefix where its root is mounted for the time being.
+Targets are paths inside the episode, applied below a prefix where its root is mounted for the time being. It is PID 1
+that carries a plan out: each operation adds its steps to a program.
 """
 
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.spec import Limits, Network, Rung, SandboxSpec
+from tbench2_env.isolation.program import SPARE_FD, Program, Step
+from tbench2_env.isolation.spec import Limits, Rung
 
 _NO_DEV = sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC
+
+
+def mount(program: Program, source: str, target: str, fstype: str = "", flags: int = 0, options: str = "") -> Step:
+    """Add a mount(2)."""
+    addresses = [program.text(text.encode()) for text in (source, target, fstype, options)]
+    if not fstype:
+        addresses[2] = 0
+    what = f"mount({source}, {target}, {fstype or 'bind'}, 0x{flags:x}, {options!r})"
+    return program.call("mount", *addresses[:3], flags, addresses[3] if options else 0, what=what)
+
+
+def write(program: Program, path: str, text: str) -> None:
+    """Add the steps that write to a file that is there."""
+    address, data = program.text(path.encode()), text.encode()
+    opened = program.call("openat", sc.AT_FDCWD, address, os.O_WRONLY | os.O_CLOEXEC, what=f"open({path})")
+    program.keep(SPARE_FD, opened)
+    program.call("write", SPARE_FD, program.data(data), len(data), what=f"write({path}, {text})")
 
 
 @dataclass(frozen=True)
@@ -22,8 +42,8 @@ class Filesystem:
     options: str = ""
     flags: int = sc.MS_NOSUID | sc.MS_NODEV
 
-    def execute(self, prefix: str) -> None:
-        sc.mount(self.fstype, prefix + self.target, self.fstype, self.flags, self.options)
+    def add(self, program: Program, prefix: str) -> None:
+        mount(program, self.fstype, prefix + self.target, self.fstype, self.flags, self.options)
 
     def describe(self) -> str:
         return f"{self.fstype} on {self.target}" + (f" ({self.options})" if self.options else "")
@@ -35,10 +55,10 @@ class ReadOnly:
 
     target: str
 
-    def execute(self, prefix: str) -> None:
+    def add(self, program: Program, prefix: str) -> None:
         target = prefix + self.target
-        sc.mount(target, target, flags=sc.MS_BIND)
-        sc.mount("", target, flags=sc.MS_BIND | sc.MS_REMOUNT | sc.MS_RDONLY | _NO_DEV)
+        mount(program, target, target, flags=sc.MS_BIND)
+        mount(program, "", target, flags=sc.MS_BIND | sc.MS_REMOUNT | sc.MS_RDONLY | _NO_DEV)
 
     def describe(self) -> str:
         return f"read-only {self.target}"
@@ -50,8 +70,8 @@ class Pin:
 
     target: str
 
-    def execute(self, prefix: str) -> None:
-        sc.mount(prefix + self.target, prefix + self.target, flags=sc.MS_BIND)
+    def add(self, program: Program, prefix: str) -> None:
+        mount(program, prefix + self.target, prefix + self.target, flags=sc.MS_BIND)
 
     def describe(self) -> str:
         return f"pin {self.target}"
@@ -63,10 +83,11 @@ class Node:
 
     name: str
 
-    def execute(self, prefix: str) -> None:
+    def add(self, program: Program, prefix: str) -> None:
         target = f"{prefix}/dev/{self.name}"
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
-        sc.mount(f"/dev/{self.name}", target, flags=sc.MS_BIND)
+        path = program.text(target.encode())
+        program.call("mknodat", sc.AT_FDCWD, path, stat.S_IFREG | 0o666, 0, what=f"mknod({target})")
+        mount(program, f"/dev/{self.name}", target, flags=sc.MS_BIND)
 
     def describe(self) -> str:
         return f"device /dev/{self.name}"
@@ -79,8 +100,9 @@ class Link:
     text: str
     target: str
 
-    def execute(self, prefix: str) -> None:
-        os.symlink(self.text, prefix + self.target)
+    def add(self, program: Program, prefix: str) -> None:
+        text, target = (program.text(path.encode()) for path in (self.text, prefix + self.target))
+        program.call("symlinkat", text, sc.AT_FDCWD, target, what=f"symlink({prefix}{self.target})")
 
     def describe(self) -> str:
         return f"{self.target} -> {self.text}"
@@ -91,9 +113,10 @@ class Folder:
     target: str
     mode: int = 0o755
 
-    def execute(self, prefix: str) -> None:
-        os.mkdir(prefix + self.target)
-        os.chmod(prefix + self.target, self.mode)
+    def add(self, program: Program, prefix: str) -> None:
+        target = program.text((prefix + self.target).encode())
+        program.call("mkdirat", sc.AT_FDCWD, target, 0o777, what=f"mkdir({prefix}{self.target})")
+        program.call("fchmodat", sc.AT_FDCWD, target, self.mode, what=f"chmod({prefix}{self.target})")
 
     def describe(self) -> str:
         return f"folder {self.target} {self.mode:o}"
@@ -106,15 +129,8 @@ class Sysctl:
     name: str
     value: str
 
-    def execute(self, prefix: str) -> None:
-        path = f"{prefix}/proc/sys/{self.name}"
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, self.value.encode())
-        except OSError as error:
-            raise OSError(error.errno, f"write({path}, {self.value}): {error.strerror}") from None
-        finally:
-            os.close(fd)
+    def add(self, program: Program, prefix: str) -> None:
+        write(program, f"{prefix}/proc/sys/{self.name}", self.value)
 
     def describe(self) -> str:
         return f"sysctl {self.name.replace('/', '.')} = {self.value}"
@@ -148,38 +164,37 @@ _PROC_OF_HOST_ROOT = tuple(f"/proc/{name}" for name in ("sys", "sysrq-trigger", 
 _SHM_BYTES = 1 << 30
 
 
-def sandbox_plan(rung: Rung, spec: SandboxSpec) -> tuple[Operation, ...]:
+def sandbox_plan(rung: Rung, shm_bytes: int, *, host_network: bool) -> tuple[Operation, ...]:
     """What is mounted over a worktree before it becomes an episode's root."""
     # Terminals belong to group tty (5), which only a range of ids has.
     devpts = "newinstance,ptmxmode=0666,mode=0620" + (",gid=5" if rung.has_id_range else "")
     guards = _PROC_OF_HOST_ROOT if rung.protect_proc_sys else ()
     return (
         Filesystem("proc", "/proc", flags=_NO_DEV),
-        *_sysctls(rung, spec.network),
+        *(() if host_network else _sysctls(rung)),
         *(ReadOnly(path) for path in guards if os.path.exists(path)),
         *_DEV,
-        Filesystem("tmpfs", "/dev/shm", f"mode=1777,size={_shm_bytes(spec.limits)}"),
+        Filesystem("tmpfs", "/dev/shm", f"mode=1777,size={shm_bytes}"),
         Filesystem("devpts", "/dev/pts", devpts, sc.MS_NOSUID | sc.MS_NOEXEC),
         *_PINS,
     )
 
 
-def _shm_bytes(limits: Limits) -> int:
+def shm_bytes(limits: Limits) -> int:
+    """Of /dev/shm."""
     return _SHM_BYTES if limits.memory_bytes is None else limits.memory_bytes // 2
 
 
-def _sysctls(rung: Rung, network: Network) -> tuple[Operation, ...]:
+def _sysctls(rung: Rung) -> tuple[Operation, ...]:
     """Agents have no rights over their network namespace, but may serve on every port and ping, as in docker."""
-    if network is Network.HOST:
-        return ()
     groups = f"0 {rung.id_map[2] - 1}"
     return Sysctl("net/ipv4/ip_unprivileged_port_start", "0"), Sysctl("net/ipv4/ping_group_range", groups)
 
 
-def apply(plan: Iterable[Operation], prefix: str) -> None:
-    """Carry the plan out below `prefix`. Raises `OSError` naming the call and the paths."""
+def apply(program: Program, plan: Iterable[Operation], prefix: str) -> None:
+    """Have the program carry the plan out below `prefix`; a failure names the call and the paths."""
     for operation in plan:
-        operation.execute(prefix)
+        operation.add(program, prefix)
 
 
 def describe(plan: Iterable[Operation]) -> list[str]:

@@ -6,57 +6,12 @@ import os
 import signal
 from collections.abc import Callable
 
-from tbench2_env.isolation import syscalls as sc
-
 #: Rounds of "find and stop" before the kill. Stopped processes do not fork, so two or three are enough for anything
 #: but a fork bomb.
 _ROUNDS = 20
 _PF_EXITING = 0x4  # linux/sched.h; flags are field 9 of proc_pid_stat(5)
 _THREADS = 17  # num_threads, field 20 there
 _NS_GET_PARENT = 0xB702  # linux/nsfs.h, ioctl_ns(2)
-
-
-def fork_into(pid_namespace: int) -> int:
-    """Fork a child that lives in another PID namespace, from a process that forks nowhere else.
-
-    setns on a PID namespace only concerns children to come. The way back is not taken, because it is EPERM where the
-    caller's own PID namespace belongs to an outer user namespace (enroot).
-    """
-    sc.setns(pid_namespace, sc.CLONE_NEWPID)
-    return os.fork()
-
-
-def fork_aside_into(pid_namespace: int) -> int:
-    """Fork a child that lives in another PID namespace, from a process that must stay able to make namespaces.
-
-    An intermediate process goes there and makes the child its sibling, so that the caller is the child's parent and
-    can reap it. Raises: OSError.
-    """
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    if os.fork() == 0:
-        pid = _fork_sibling(pid_namespace, write_end)
-        os.close(write_end)
-        if pid:
-            os._exit(0)
-        return 0
-    os.close(write_end)
-    with os.fdopen(read_end, "r") as answers:
-        answer = answers.readline().strip()
-    if not answer.isdigit():
-        raise OSError(f"cannot fork into the sandbox: {answer or 'the intermediate process died'}")
-    return int(answer)
-
-
-def _fork_sibling(pid_namespace: int, answers: int) -> int:
-    try:
-        sc.setns(pid_namespace, sc.CLONE_NEWPID)
-        pid, _ = sc.clone(sc.CLONE_PARENT)
-    except OSError as error:
-        os.write(answers, str(error).replace("\n", " ").encode())
-        os._exit(1)
-    if pid:
-        os.write(answers, f"{pid}\n".encode())
-    return pid
 
 
 def send(proc: int, pid: int, number: int) -> None:

@@ -4,15 +4,16 @@
 links are not followed, and where it removes a place while the verifier runs, what is mounted there is gone.
 """
 
-import errno
 import os
 
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation import worktree
+from tbench2_env.isolation.program import SPARE_FD, Program
 from tbench2_env.isolation.spec import Provided, Rung
 from tbench2_env.isolation.stack import Ground
 
 _ATTRIBUTES = sc.MOUNT_ATTR_RDONLY | sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV
+_AT_SYMLINK_NOFOLLOW = 0x100  # linux/fcntl.h
 _OPEN = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -25,35 +26,25 @@ def detach(ground: Ground, provided: Provided, own: str) -> int:
     return folder
 
 
-def attach(rung: Rung, mount_fd: int, place: str) -> None:
+def attach(program: Program, rung: Rung, mount_fd: int, place: str) -> None:
     """Mount at `place`, which is made if it is missing, in a mount namespace of the verifier's own.
 
-    Raises: OSError when something else than folders is in the way.
+    It fails when something else than folders is in the way.
     """
-    folder, path = os.open("/", _OPEN), ""
-    for name in place.strip("/").split("/"):
-        path = f"{path}/{name}"
-        try:
-            inner = _enter(rung, folder, name)
-        except OSError as error:
-            raise OSError(error.errno, f"a verifier's {place} cannot be made: {path}: {_explain(error)}") from None
-        finally:
-            os.close(folder)
-        folder = inner
-    sc.move_mount_onto(mount_fd, folder, place)
-    os.close(folder)
-
-
-def _explain(error: OSError) -> str:
-    return "not a folder" if error.errno in (errno.ENOTDIR, errno.ELOOP) else error.strerror or str(error)
-
-
-def _enter(rung: Rung, folder: int, name: str) -> int:
-    """The folder `name`, made if it is missing; never what a link leads to."""
-    try:
-        return os.open(name, _OPEN, dir_fd=folder)
-    except FileNotFoundError:
-        os.mkdir(name, 0o755, dir_fd=folder)
+    here, path = SPARE_FD, ""
+    program.keep(here, program.call("openat", sc.AT_FDCWD, program.text(b"/"), _OPEN))
+    for part in place.strip("/").split("/"):
+        path, name = f"{path}/{part}", program.text(part.encode())
+        what = f"a verifier's {place} cannot be made: {path}"
+        # Never what a link leads to; what is no folder is in the way.
+        there = program.call("openat", here, name, _OPEN, optional=True)
+        there.error = program.here()
+        program.call("mkdirat", here, name, 0o755, what=what)
         if rung.has_id_range:
-            os.chown(name, rung.owner_shift, rung.owner_shift, dir_fd=folder, follow_symlinks=False)
-        return os.open(name, _OPEN, dir_fd=folder)
+            owner = rung.owner_shift
+            program.call("fchownat", here, name, owner, owner, _AT_SYMLINK_NOFOLLOW, what=what)
+        there.then = program.here()
+        program.keep(here, program.call("openat", here, name, _OPEN, what=what))
+    flags = sc.MOVE_MOUNT_F_EMPTY_PATH | sc.MOVE_MOUNT_T_EMPTY_PATH
+    empty = program.text(b"")
+    program.call("move_mount", mount_fd, empty, here, empty, flags, what=f"mount {place}")

@@ -43,21 +43,3 @@ def open_mapped(line: str) -> int:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
         os.waitpid(pid, 0)
-
-
-def become(uid: int, gid: int, *groups: int) -> None:
-    """Turn from root of the namespace into somebody with no capabilities. Raises: OSError for ids that it has not."""
-    os.setgroups(groups)
-    os.setresgid(gid, gid, gid)
-    os.setresuid(uid, uid, uid)
-
-
-def become_root(*, supplementary_groups: bool = True) -> None:
-    """Take on user and group 0 of the namespace just entered, with no other groups.
-
-    A single-id map may have setgroups denied (user_namespaces(7)), hence `supplementary_groups`.
-    """
-    if supplementary_groups:
-        os.setgroups([])
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)

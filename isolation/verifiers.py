@@ -2,18 +2,19 @@
 
 import os
 import signal
-from dataclasses import dataclass
 from typing import Any
 
-from tbench2_env.isolation import capabilities, covers, processes, provided, userns, worktree
+from tbench2_env.isolation import capabilities, covers, entering, provided, worktree
 from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, close_all
 from tbench2_env.isolation.episodes import Episode
-from tbench2_env.isolation.provisions import Provision, take_place
+from tbench2_env.isolation.program import Program
+from tbench2_env.isolation.provisions import Provision
 from tbench2_env.isolation.reactor import End
 from tbench2_env.isolation.spec import CommandSpec, Cover, Provided, Rung, SandboxSpec
 from tbench2_env.isolation.stack import Ground
+from tbench2_env.isolation.start import Starter, move_all_up
 
 
 class Mounts:
@@ -39,40 +40,33 @@ class Mounts:
             own = f"episodes/{spec.name}/provided.{number}"
             self._provided.append((provided.detach(ground, one, own), one.place))
 
-    def attach(self, rung: Rung) -> None:
-        """In the mount namespace of the verifier's own. Raises: OSError."""
+    @property
+    def fds(self) -> list[int]:
+        return [fd for fd, _ in (*self._fixed, *self._provided)]
+
+    def attach(self, program: Program, rung: Rung) -> None:
+        """In the mount namespace of the verifier's own."""
         for fd, place in self._fixed:
-            sc.move_mount(fd, place)
+            entering.attach(program, fd, place)
         for fd, place in self._provided:
-            provided.attach(rung, fd, place)
+            provided.attach(program, rung, fd, place)
 
     def close(self) -> None:
-        close_all([fd for fd, _ in (*self._fixed, *self._provided)])
+        close_all(self.fds)
 
 
-def enter(rung: Rung, provision: Provision, namespaces: dict[str, int], mounts: Mounts) -> None:
-    """Join the namespaces of an episode, descriptors by kind, from a fork that is in its PID namespace already."""
-    take_place(provision.verifier_joins, sorted(provision.cpus))
-    sc.setns(namespaces["mnt"], sc.CLONE_NEWNS)
+def enter(program: Program, rung: Rung, provision: Provision, namespaces: dict[str, int], mounts: Mounts) -> None:
+    """Join the namespaces of an episode, descriptors by kind, with `mounts`."""
+    entering.take_place(program, provision.verifier_joins, sorted(provision.cpus), provision.nice)
+    program.call("setns", namespaces["mnt"], sc.CLONE_NEWNS)
     # Still outside the episode's user namespace: with these mounts made inside it, root there remounted /tests
     # read-write and changed the pristine files.
-    sc.unshare(sc.CLONE_NEWNS)
-    mounts.attach(rung)
-    sc.setns(namespaces["ipc"], sc.CLONE_NEWIPC)
-    sc.setns(namespaces["uts"], sc.CLONE_NEWUTS)
-    if "net" in namespaces:
-        sc.setns(namespaces["net"], sc.CLONE_NEWNET)
-    if "user" in namespaces:
-        sc.setns(namespaces["user"], sc.CLONE_NEWUSER)
-    userns.become_root(supplementary_groups=rung.has_id_range)
+    program.call("unshare", sc.CLONE_NEWNS)
+    mounts.attach(program, rung)
+    entering.join(program, {kind: fd for kind, fd in namespaces.items() if kind != "mnt"})
+    entering.become(program, 0, 0, () if rung.has_id_range else None)
     if "user" not in namespaces:
-        capabilities.confine_verifier()
-
-
-@dataclass(frozen=True)
-class _Running:
-    request: int
-    episode: Episode
+        entering.confine(program, capabilities.VERIFIER)
 
 
 class Verifiers:
@@ -80,48 +74,45 @@ class Verifiers:
 
     def __init__(self, server: Channel, ground: Ground) -> None:
         self._server, self._ground = server, ground
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, tuple[Episode, commands.Running]] = {}
+        self._starter = Starter()
 
     def start(self, episode: Episode, message: dict[str, Any], fds: list[int]) -> None:
         """`message` is the request. Raises: OSError."""
-        request, rung = message["id"], self._ground.rung
+        rung = self._ground.rung
         command = CommandSpec.from_dict(message["command"])
+        move_all_up(fds)
         mounted = Mounts(self._ground, episode.spec, message)
-        kinds = [*episode.kinds, *(["user"] if rung.user_namespaces else [])]
-        opened = {kind: episode.open_namespace(kind) for kind in kinds}
+        opened: dict[str, int] = {}
         try:
-            pid = processes.fork_aside_into(opened["pid"])
-            if pid == 0:
-                commands.become(
-                    command,
-                    fds,
-                    lambda: enter(rung, episode.provision, opened, mounted),
-                    lambda reason: self._failed(request, reason),
-                )
-            self._running[pid] = _Running(request, episode)
+            for kind in (*episode.kinds, *(["user"] if rung.user_namespaces else [])):
+                opened[kind] = episode.open_namespace(kind)
+            program = commands.program(
+                command, fds, lambda steps: enter(steps, rung, episode.provision, opened, mounted)
+            )
+            passed = [*fds, *episode.provision.verifier_joins, *opened.values(), *mounted.fds]
+            # The spawner must stay able to make namespaces of processes of its own.
+            started = self._starter.start(program, passed, aside_into=opened["pid"])
+            self._running[started.pid] = episode, commands.Running(message["id"], command, started)
         finally:
             mounted.close()
             close_all(list(opened.values()))
 
-    def _failed(self, request: int, reason: str) -> None:
-        self._server.send({"event": "failed", "id": request, "error": reason})
-
     def kill(self, request: int) -> None:
         """Kill what was started by `request`, if it runs, and all it left."""
-        for pid, verifier in self._running.items():
+        for pid, (episode, verifier) in self._running.items():
             if verifier.request == request:
                 os.kill(pid, signal.SIGKILL)  # it may not have become one yet
-                verifier.episode.kill_verifiers(self._ground.rung)
+                episode.kill_verifiers(self._ground.rung)
 
     def ended(self, pid: int, end: End, *, lives: bool) -> None:
         """Tell of the end of one, after which nothing that it left runs on in its episode, if that still `lives`."""
-        verifier = self._running.pop(pid)
+        episode, verifier = self._running.pop(pid)
         # Not while another runs, which would be killed, too; its own end cleans up.
-        if lives and all(other.episode is not verifier.episode for other in self._running.values()):
-            verifier.episode.kill_verifiers(self._ground.rung)
-        self._server.send({"event": "exit", "id": verifier.request, **end.to_dict()})
+        if lives and all(other is not episode for other, _ in self._running.values()):
+            episode.kill_verifiers(self._ground.rung)
+        self._server.send(verifier.news(self._starter, end))
 
     def episode_of(self, pid: int) -> Episode | None:
         """None: that process is no verifier."""
-        verifier = self._running.get(pid)
-        return None if verifier is None else verifier.episode
+        return self._running[pid][0] if pid in self._running else None

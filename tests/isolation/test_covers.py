@@ -74,3 +74,11 @@ async def test_files_in_the_root_folder(rig: Rig) -> None:
     assert (done.lines[0], done.lines[-1]) == ("0 /planted", "read-only")
     assert (await rig.sh(sandbox, "cat /planted")).output == "agent\n"
     assert (await rig.verify(sandbox, layer)).lines[1] == "agent"
+
+
+async def test_a_hundred_files(rig: Rig) -> None:
+    """Each is a mount, whose descriptor the verifier is started with."""
+    sandbox, names = await rig.create(), tuple(map(str, range(100)))
+    await rig.sh(sandbox, "cd /srv; for i in {0..99}; do echo agent >$i; done")
+    done = await rig.verify(sandbox, rig.layer(test="cat /srv/*; ls /srv | wc -l"), [Cover("/srv", blank=names)])
+    assert done.output == "100\n"

@@ -11,11 +11,27 @@ import pytest
 from tbench2_env.isolation import mounts
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.mounts import Filesystem, Folder, Link, Node, Pin, ReadOnly, sandbox_plan
-from tbench2_env.isolation.spec import RUNGS, Limits, Network, SandboxSpec
+from tbench2_env.isolation.program import Program
+from tbench2_env.isolation.spec import RUNGS, Limits
+from tbench2_env.isolation.start import Starter
 
 from .child import as_root, own_mounts
 
-SPEC = SandboxSpec("x", network=Network.PRIVATE, limits=Limits(memory_bytes=2 << 20))
+
+def plan_on(rung: str) -> tuple[mounts.Operation, ...]:
+    return sandbox_plan(RUNGS[rung], mounts.shm_bytes(Limits(memory_bytes=2 << 20)), host_network=False)
+
+
+def carry_out(plan: list[mounts.Operation], prefix: Path) -> None:
+    """Raises: OSError, as PID 1 fails."""
+    program, starter = Program(), Starter()
+    mounts.apply(program, plan, str(prefix))
+    program.call("exit_group", 0)
+    started = starter.start(program, ())
+    _, status = os.waitpid(started.pid, 0)
+    failure = starter.why_not(started, os.waitstatus_to_exitcode(status))
+    if failure is not None:
+        raise failure
 
 
 @pytest.mark.parametrize(
@@ -35,7 +51,7 @@ def test_an_operation_describes_itself(operation: mounts.Operation, text: str) -
 
 
 def test_the_plan_in_words() -> None:
-    described = mounts.describe(sandbox_plan(RUNGS["1"], SPEC))
+    described = mounts.describe(plan_on("1"))
     assert described == [
         "proc on /proc",
         "sysctl net.ipv4.ip_unprivileged_port_start = 0",
@@ -60,7 +76,7 @@ def test_the_plan_in_words() -> None:
 
 def test_the_pins_are_read_only_and_last() -> None:
     """`rmdir /tests` by the agent must be EBUSY; nothing may be mounted over the pins afterwards."""
-    *_, logs, tests, verifier, toolchain = sandbox_plan(RUNGS["1"], SPEC)
+    *_, logs, tests, verifier, toolchain = plan_on("1")
     assert logs == Pin("/logs")
     for pin, target in ((tests, "/tests"), (verifier, "/logs/verifier"), (toolchain, "/logs/toolchain")):
         assert isinstance(pin, Filesystem)
@@ -69,7 +85,7 @@ def test_the_pins_are_read_only_and_last() -> None:
 
 
 def test_proc_sys_is_guarded_where_root_inside_is_root_outside() -> None:
-    plan = sandbox_plan(RUNGS["2"], SPEC)
+    plan = plan_on("2")
     names = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
     guards = [path for path in (f"/proc/{name}" for name in names) if Path(path).exists()]
     assert "/proc/sys" in guards
@@ -80,9 +96,7 @@ def test_proc_sys_is_guarded_where_root_inside_is_root_outside() -> None:
 
 def test_a_single_id_has_no_tty_group() -> None:
     [pts] = [
-        step
-        for step in sandbox_plan(RUNGS["E"], SPEC)
-        if getattr(step, "target", "") == "/dev/pts" and isinstance(step, Filesystem)
+        step for step in plan_on("E") if getattr(step, "target", "") == "/dev/pts" and isinstance(step, Filesystem)
     ]
     assert "gid" not in pts.options
     assert "newinstance" in pts.options
@@ -91,7 +105,6 @@ def test_a_single_id_has_no_tty_group() -> None:
 @as_root
 def test_applied_below_a_prefix(tmp_path: Path) -> None:
     own_mounts()
-    prefix = str(tmp_path)
     for name in ("dev", "pinned", "guarded"):
         (tmp_path / name).mkdir()
     (tmp_path / "guarded/file").write_text("x")
@@ -104,7 +117,7 @@ def test_applied_below_a_prefix(tmp_path: Path) -> None:
         ReadOnly("/guarded"),
     ]
     os.umask(0o077)  # modes do not depend on it
-    mounts.apply(plan, prefix)
+    carry_out(plan, tmp_path)
     assert stat.S_IMODE((tmp_path / "dev").stat().st_mode) == 0o711
     assert stat.S_IMODE((tmp_path / "dev/sticky").stat().st_mode) == 0o1777
     (tmp_path / "dev/nothing").write_text("gone")
@@ -133,4 +146,4 @@ def error_of(call: Callable[[], object]) -> int | None:
 def test_a_failure_names_the_call_and_the_path(tmp_path: Path) -> None:
     own_mounts()
     with pytest.raises(OSError, match=rf"mount\(proc, {tmp_path}/proc, proc"):
-        mounts.apply([Filesystem("proc", "/proc")], str(tmp_path))
+        carry_out([Filesystem("proc", "/proc")], tmp_path)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,13 @@ from tbench2_env.isolation.netlink import (
     RTN_LOCAL,
     RTN_UNICAST,
     RTN_UNREACHABLE,
+    Changes,
     Netlink,
     attribute,
     attributes,
 )
+from tbench2_env.isolation.program import Program
+from tbench2_env.isolation.start import Starter
 
 from .child import as_root, in_own_process
 from .rig import own_descriptors
@@ -86,6 +90,13 @@ def test_an_interface_is_addressed_and_brought_up() -> None:
     assert eventually(lambda: link.is_running(index))
     assert Path("/proc/net/route").read_text().split("\n")[1].split()[:2] == ["here0", "000200C0"]
     socket.create_server(("192.0.2.1", 0)).close()
+
+
+@as_root
+def test_a_pair_has_one_queue_each_way_however_many_cpus_there_are() -> None:
+    own_network().add_veth("here0", "there0", os.getpid())
+    shown = subprocess.check_output(["ip", "-details", "link", "show", "type", "veth"], text=True)
+    assert shown.count(" numtxqueues 1 numrxqueues 1 ") == 2
 
 
 @as_root
@@ -162,3 +173,34 @@ def test_closing_gives_the_socket_back() -> None:
     with Netlink() as link:
         assert any(link.routes())
     assert own_descriptors() == before
+
+
+def two_routes_and_one_of_them_twice() -> Changes:
+    changes = Changes()
+    for address in ("10.1.0.0", "10.1.0.0", "10.2.0.0"):
+        changes.add_unreachable(address, 16)
+    return changes
+
+
+@as_root
+def test_of_changes_made_together_the_first_that_fails_is_told_and_the_others_are_made() -> None:
+    link = own_network()
+    with pytest.raises(OSError, match=r"RTM_NEWROUTE\(unreachable 10\.1\.0\.0/16\): File exists"):
+        link.make(two_routes_and_one_of_them_twice())
+    assert [route.type for route in link.routes()] == [RTN_UNREACHABLE] * 2
+    link.set_up(1)  # no answer was left unread
+    assert link.is_running(1)
+
+
+@as_root
+def test_a_program_makes_changes_and_ends_when_one_is_refused() -> None:
+    link = own_network()
+    for changes, refused in ((Changes(), False), (two_routes_and_one_of_them_twice(), True)):
+        changes.set_up(1)
+        program, starter = Program(), Starter()
+        changes.add(program)
+        program.call("exit_group", 0)
+        started = starter.start(program, ())
+        failure = starter.why_not(started, os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]))
+        assert (failure is not None) == refused, failure
+        assert link.is_running(1)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ import pytest
 from tbench2_env.isolation import processes
 from tbench2_env.isolation import syscalls as sc
 
-from .child import as_root, in_own_process, own_mounts, stat_fields
-from .rig import USER_NAMESPACES, inner_number, own_descriptors
+from .child import as_root, in_own_process, stat_fields
+from .inside import run_inside, start_namespace
+from .rig import USER_NAMESPACES, inner_number
 
 #: A tree with a child, a session of its own, a double fork, and a session with children below a double fork.
 TREE = """
@@ -133,95 +134,11 @@ def test_a_tree_whose_root_is_gone_is_no_error() -> None:
 
 
 # ---------------------------------------------------------------- in a PID namespace of its own
-def start_namespace() -> tuple[int, int]:
-    """A PID namespace with nothing but its first process: (that one's pid, descriptor of the namespace)."""
-    pid, _ = sc.clone(sc.CLONE_NEWPID)
-    if pid == 0:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        signal.pause()
-    return pid, os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-
-
-@pytest.mark.parametrize("fork", [processes.fork_into, processes.fork_aside_into])
-@as_root
-def test_a_child_in_another_pid_namespace(fork: Callable[[int], int]) -> None:
-    _, namespace = start_namespace()
-    read_end, write_end = os.pipe()
-    pid = fork(namespace)
-    if pid == 0:
-        os.write(write_end, b"%d %d" % (os.getpid(), os.getppid()))
-        os._exit(5)
-    number, parent = os.read(read_end, 100).split()
-    assert int(number) in (2, 3)
-    assert parent == b"0", "its parent is outside"
-    assert os.waitpid(pid, 0) == (pid, 5 << 8), "its parent is not the caller"
-
-
-@as_root
-def test_whoever_forks_aside_can_still_make_namespaces() -> None:
-    before = own_descriptors()
-    for _ in range(3):
-        first, namespace = start_namespace()
-        pid = run_inside(namespace, "exec sleep 1000")
-        assert inner_number(pid) > 1
-        child = os.fork()
-        if child == 0:
-            os._exit(os.stat("/proc/self/ns/pid") != os.stat(f"/proc/{os.getppid()}/ns/pid"))  # noqa: PTH116
-        assert os.waitpid(child, 0) == (child, 0), "the caller's children are born elsewhere"
-        for doomed in (pid, first):
-            os.kill(doomed, signal.SIGKILL)
-        os.close(namespace)
-        ended = reap_all()
-        assert {ended[pid], ended[first]} == {-signal.SIGKILL}
-        assert len(ended) == 3, "the intermediate process is reaped, too"
-    assert own_descriptors().keys() - before.keys() <= pidfds(), "descriptors are left"
-
-
-def pidfds() -> set[int]:
-    """Those that `start_namespace` does not close."""
-    return {fd for fd, target in own_descriptors().items() if target == "anon_inode:[pidfd]"}
-
-
-@as_root
-def test_the_caller_need_not_wait_for_what_the_child_does() -> None:
-    _, namespace = start_namespace()
-    begun = time.monotonic()
-    pid = processes.fork_aside_into(namespace)
-    if pid == 0:
-        time.sleep(5)  # on an old kernel, an agent can stop it before it has become the verifier
-        os._exit(0)
-    assert time.monotonic() - begun < 2
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("fork", [processes.fork_into, processes.fork_aside_into])
-@as_root
-def test_a_namespace_that_is_dead_is_an_error(fork: Callable[[int], int]) -> None:
-    first, namespace = start_namespace()
-    os.kill(first, signal.SIGKILL)
-    os.waitpid(first, 0)
-    with pytest.raises(OSError, match="Cannot allocate memory"):
-        fork(namespace)
-
-
-def run_inside(namespace: int, script: str) -> int:
-    pid = processes.fork_aside_into(namespace)
-    if pid == 0:
-        sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
-        os.setsid()
-        os.execv("/bin/bash", ["bash", "-c", script])
-    return pid
-
-
 def proc_of(namespace: int) -> int:
     """The procfs of a PID namespace, as a descriptor."""
     read_end, write_end = os.pipe()
-    pid = processes.fork_aside_into(namespace)
-    if pid == 0:
-        own_mounts()
-        sc.mount("proc", "/proc", "proc")
-        os.write(write_end, b"x")
-        os.execv("/bin/sleep", ["sleep", "1000"])
+    mount = f"mount -t proc proc /proc; echo >&{write_end}; exec sleep 1000"
+    pid = run_inside(namespace, f"exec unshare --mount bash -c '{mount}'", write_end)
     os.read(read_end, 1)
     proc = os.open(f"/proc/{pid}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     os.kill(pid, signal.SIGKILL)

@@ -91,7 +91,7 @@ async def test_what_is_in_the_way(rig: Rig, kit: Path) -> None:
     sandbox = await rig.create()
     await rig.sh(sandbox, "ln -s /srv /root/link; touch /root/file; mkdir /root/folder; ln -s /proc/1/root /root/out")
     for place, where in (("/root/link/kit", "/root/link"), ("/root/file", "/root/file"), ("/root/out/x", "/root/out")):
-        with pytest.raises(SandboxError, match=f"a verifier's {place} cannot be made: {where}: not a folder"):
+        with pytest.raises(SandboxError, match=f"a verifier's {place} cannot be made: {where}: File exists"):
             await verify(rig, sandbox, "true", [Provided(str(kit), place)])
     with pytest.raises(SandboxError, match="Read-only file system"):
         await verify(rig, sandbox, "true", [Provided(str(kit), "/sys/x")])

@@ -1,6 +1,5 @@
 """User namespaces: maps, a namespace as an id map, root inside one."""
 
-import contextlib
 import errno
 import functools
 import os
@@ -14,8 +13,8 @@ import pytest
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation import userns
 
-from .child import as_root, in_own_process, own_user_namespace
-from .rig import AS_ANOTHER_USER, BEST_RUNG, IDS_ARE_FAKED, USER_NAMESPACES, children, own_descriptors
+from .child import as_root
+from .rig import BEST_RUNG, USER_NAMESPACES, children, own_descriptors
 
 P = ParamSpec("P")
 
@@ -73,26 +72,3 @@ def test_a_map_that_is_refused_leaves_nothing() -> None:
         userns.open_mapped("nonsense")
     assert own_descriptors() == before
     assert children(os.getpid()) == []
-
-
-@pytest.mark.parametrize("groups", [True, False])
-@in_own_process
-def test_becoming_root(groups: bool) -> None:
-    if AS_ANOTHER_USER:
-        os.setgroups([7])
-        os.setresuid(1, 0, 2)
-    else:
-        own_user_namespace()
-        groups = False  # which a single id denies: see below
-    kept = os.getgroups()  # 7, where ids are not faked
-    userns.become_root(supplementary_groups=groups)
-    assert (os.getresuid(), os.getresgid()) == ((0, 0, 0), (0, 0, 0))
-    assert os.getgroups() == ([] if groups else kept)
-
-
-@in_user_namespaces
-def test_a_single_id_without_setgroups() -> None:
-    own_user_namespace()
-    userns.become_root(supplementary_groups=False)
-    with contextlib.nullcontext() if IDS_ARE_FAKED else pytest.raises(PermissionError):
-        userns.become_root(supplementary_groups=True)

@@ -1,6 +1,7 @@
 """Verifiers: what they alone see, what they leave, and that they and the agent's services do not disturb each other."""
 
 import asyncio
+import os
 import signal
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tbench2_env.isolation.sandbox import SandboxError
 from tbench2_env.isolation.spec import CommandSpec
 
-from .rig import AS_ANOTHER_USER, BEST_RUNG, Rig, processes, unshare, until
+from .rig import AS_ANOTHER_USER, BEST_RUNG, Rig, first_process, is_alive, processes, stopped, unshare, until
 
 #: What an agent sees of the verifier's folders at any time.
 LOOK = "find /tests /logs -mindepth 1 | sort; touch /tests/x; touch /logs/verifier/x"
@@ -50,6 +51,21 @@ async def test_what_a_verifier_changes_of_its_tests_is_gone_with_it(rig: Rig) ->
     assert {path.name for path in tests.rglob("*")} == {"test.sh", "a", "d", "e"}
     assert (tests / "test.sh").read_text().startswith("ls")
     assert tests.stat().st_mode & 0o777 == 0o755
+
+
+async def test_one_for_a_sandbox_that_is_dying_is_refused_and_leaves_no_descriptor_open(rig: Rig) -> None:
+    sandbox, layer = await rig.create(), rig.layer(test="true")
+    first = first_process(await rig.pid_namespace(sandbox))
+    command = rig.start_sh(sandbox, "echo up; exec sleep 1000")
+    await command.said("up")
+    with stopped(rig.launcher_pid):  # whose child keeps the sandbox from being dead
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: not is_alive(first))
+        for _ in range(3):
+            with pytest.raises(SandboxError, match=r"No such|no sandbox"):
+                await rig.start_verifier(sandbox, layer).done()
+    assert await command.ended_with_its_sandbox()
+    await sandbox.died
 
 
 async def test_the_verifiers_mounts_cannot_be_taken_away_by_itself(rig: Rig) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation import userns
-from tbench2_env.isolation.egress import Egress, configure_inside
+from tbench2_env.isolation.egress import Egress, inside
 from tbench2_env.isolation.netlink import Netlink
 
 from .rig import USER_NAMESPACES
@@ -122,7 +122,7 @@ class Episode:
         if USER_NAMESPACES:
             userns.write_maps("/proc", self.pid, map_line)
         self.plug = egress.connect(self.pid)
-        assert self.ask("configure", self.plug.inside) is None
+        assert self.ask("configure", list(egress.unreachable)) is None
 
     def ask(self, operation: str, argument: Any) -> Any:
         self.channel.send(json.dumps([operation, argument]).encode())
@@ -141,8 +141,13 @@ class Episode:
         self.channel.close()
 
 
+def _configure(unreachable: list[str]) -> None:
+    with Netlink() as link:
+        link.make(inside(unreachable))
+
+
 def _be_episode(channel: socket.socket) -> None:
-    operations: dict[str, Callable[[Any], Any]] = {"configure": configure_inside, "fetch": fetch, "serve": serve}
+    operations: dict[str, Callable[[Any], Any]] = {"configure": _configure, "fetch": fetch, "serve": serve}
     try:
         sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
         while message := channel.recv(1 << 16):
