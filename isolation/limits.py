@@ -1,8 +1,10 @@
 """What the kernel itself can hold an episode to: one cgroup leaf per episode where cgroups are ours, else CPU affinity.
 
-Leaves lie below the cgroup that the server runs in, in a folder named after the server: OWN/tbench2-XXXX/NAME, in the
-one tree of version 2 or in each hierarchy of version 1. Processes of an episode have different parents, so each joins
-on its own, first of all, by writing b"0" to the leaf's `join_fds`; the kernel asks whether their opener was allowed to.
+Leaves lie in the cgroup that the server runs in, named after the server: OWN/episode.tbench2-XXXX.NAME, in the one
+tree of version 2 or in each hierarchy of version 1. They are beside the server's OWN/tbench2-XXXX, not in it: the
+kernel shares out the CPU level by level, and all that is in one folder weighs as one process, however many episodes
+that is. Processes of an episode have different parents, so each joins on its own, first of all, by writing b"0" to the
+leaf's `join_fds`; the kernel asks whether their opener was allowed to.
 
 A leaf that is full of memory loses a process to the kernel's OOM killer; the episode lives on. The peak of its memory
 includes the page cache, and what it wrote to a scratch folder on tmpfs.
@@ -25,9 +27,14 @@ PREFIX = "tbench2-"
 #: What makes having a leaf worth it; cpuacct and the like come along where they are.
 CONTROLS = ("memory", "pids", "cpu")
 _V1_CONTROLLERS = (*CONTROLS, "cpuacct")
+#: What a niceness of 0 to 19 weighs (sched_prio_to_weight in the kernel): cpu.shares of version 1.
+_WEIGHTS = (1024, 820, 655, 526, 423, 335, 272, 215, 172, 137, 110, 87, 70, 56, 45, 36, 29, 23, 18, 15)
 _CPU_PERIOD_US = 100_000
 _CPU_QUOTA_MIN_US = 1_000
-_PROCS = "cgroup.procs"
+#: By version: what a process that has one thread joins a leaf by. In version 1, writing b"0" to `cgroup.procs` takes a
+#: lock for which the kernel waits an RCU grace period, 10 ms on an idle machine; for the calling thread alone, it does
+#: without (kernel/cgroup/cgroup.c, cgroup_procs_write_start).
+_JOIN = {1: "tasks", 2: "cgroup.procs"}
 _SUBTREE = "cgroup.subtree_control"
 
 
@@ -76,13 +83,13 @@ class Leaf:
         self._folders = folders
         self.join_fds: list[int] = []
 
-    def make(self, limits: Limits) -> None:
+    def make(self, limits: Limits, nice: int = 0) -> None:
         """Raises: OSError; what was made is for `remove`."""
         for folder, hierarchy in self._folders.items():
             os.mkdir(folder)
-            for file, value in _settings(limits, hierarchy):
+            for file, value in _settings(limits, nice, hierarchy):
                 _write_setting(f"{folder}/{file}", value)
-            self.join_fds.append(os.open(f"{folder}/{_PROCS}", os.O_WRONLY | os.O_CLOEXEC))
+            self.join_fds.append(os.open(f"{folder}/{_JOIN[hierarchy.version]}", os.O_WRONLY | os.O_CLOEXEC))
 
     @property
     def verifier_join_fds(self) -> list[int]:
@@ -138,19 +145,22 @@ class Leaf:
 
 
 class Cgroups:
-    """This server's folder in each usable hierarchy, locked while the server lives. `controls`: subset of CONTROLS."""
+    """This server's folder in each usable hierarchy, locked while the server lives. `controls`: subset of CONTROLS.
 
-    def __init__(self, server: str) -> None:
-        self._server = server
+    `nice`: each episode weighs as one process of that niceness, whatever its own are among themselves.
+    """
+
+    def __init__(self, server: str, nice: int) -> None:
+        self._server, self._nice = server, nice
         self._locks: dict[Hierarchy, int] = {}
 
     @classmethod
-    def find(cls, server: str) -> tuple[Self | None, str]:
+    def find(cls, server: str, nice: int = 0) -> tuple[Self | None, str]:
         """Claim a folder named `server` (tbench2-XXXX) wherever that works, proven by a leaf made and removed.
 
         Answers with None when nothing does; the text says, for each of CONTROLS that is missing, why.
         """
-        self = cls(server)
+        self = cls(server, nice)
         mounted = hierarchies(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
         refusals = {}
         for hierarchy in mounted:
@@ -180,8 +190,6 @@ class Cgroups:
         except OSError as error:
             return dict.fromkeys(wanted, f"{error.filename}: {error.strerror}")
         try:
-            if usable.version == 2:
-                _enable(f"{usable.own}/{self._server}", usable.controllers)
             self._prove(usable)
         except OSError as error:
             self._release(usable)
@@ -208,9 +216,9 @@ class Cgroups:
         return self._leaf(name, self._locks, limits)
 
     def _leaf(self, name: str, where: Iterable[Hierarchy], limits: Limits) -> Leaf:
-        leaf = Leaf({f"{one.own}/{self._server}/{name}": one for one in where})
+        leaf = Leaf({f"{one.own}/episode.{self._server}.{name}": one for one in where})
         try:
-            leaf.make(limits)
+            leaf.make(limits, self._nice)
         except OSError:
             leaf.remove()
             raise
@@ -222,7 +230,7 @@ class Cgroups:
             self._release(hierarchy)
 
     def _release(self, hierarchy: Hierarchy) -> None:
-        _remove_tree(f"{hierarchy.own}/{self._server}")
+        _remove_all(Path(hierarchy.own, self._server))
         os.close(self._locks.pop(hierarchy))
 
 
@@ -259,10 +267,13 @@ def _enable(folder: str, controllers: Iterable[str]) -> None:
         raise OSError(errno.EBUSY, f"cannot hand down controllers, for {advice}", file) from None
 
 
-def _settings(limits: Limits, hierarchy: Hierarchy) -> list[tuple[str, str]]:
+def _settings(limits: Limits, nice: int, hierarchy: Hierarchy) -> list[tuple[str, str]]:
     """Files of a leaf and what to write to them, in this order."""
     memory, processes, cpus = limits.memory_bytes, limits.processes_max, limits.cpus
     settings = []
+    if nice and "cpu" in hierarchy.controllers:
+        weight = ("cpu.weight.nice", nice) if hierarchy.version == 2 else ("cpu.shares", _WEIGHTS[nice])
+        settings.append((weight[0], str(weight[1])))
     if memory is not None and "memory" in hierarchy.controllers:
         if hierarchy.version == 2:
             settings += [("memory.max", str(memory)), ("memory.swap.max", "0")]
@@ -321,18 +332,16 @@ def _sweep(own: str) -> None:
             lock = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_tree(str(entry))
+                _remove_all(entry)
             finally:
                 os.close(lock)
 
 
-def _remove_tree(folder: str) -> None:
-    """A server's folder and its leaves, as far as no process is in them."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                _rmdir(entry.path)
-    _rmdir(folder)
+def _remove_all(server: Path) -> None:
+    """A server's leaves, as far as no process is in them, and its folder, by which a later sweep finds the others."""
+    left = [leaf for leaf in server.parent.glob(f"episode.{server.name}.*") if not _rmdir(str(leaf))]
+    if not left:
+        _rmdir(str(server))
 
 
 def _rmdir(folder: str) -> bool:

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tbench2_env.isolation import egress, limits
+from tbench2_env.isolation import egress
 from tbench2_env.isolation.channel import Channel
 from tbench2_env.isolation.limits import Affinity, Cgroups, Leaf
 from tbench2_env.isolation.spec import Limits, Network, SandboxSpec
 from tbench2_env.isolation.stack import Ground
-
-#: Niceness of episodes where no cgroup shares out the CPU: server, helpers and trainer come first.
-_NICENESS = 5
 
 
 @dataclass
@@ -23,6 +20,8 @@ class Provision:
     leaf: Leaf | None = None
     cpus: set[int] = field(default_factory=set)
     plug: egress.Plug | None = None
+    #: Of each of its commands and verifiers; 0 where its cgroup has a weight.
+    nice: int = 0
 
     @property
     def joins(self) -> list[int]:
@@ -37,16 +36,17 @@ class Provision:
 class Provisions:
     """State: what this host offers, and the leaves that could not be removed yet."""
 
-    def __init__(self, ground: Ground, warden: Channel, egress_names: Sequence[str]) -> None:
+    def __init__(self, ground: Ground, warden: Channel, egress_names: Sequence[str], nice: int = 0) -> None:
         self._warden, self._ground = warden, ground
         in_user_namespace = ground.rung.user_namespaces
         self.egress, self.egress_refusals = egress.find(egress_names, in_user_namespace=in_user_namespace)
-        self._cgroups, self._no_cgroups = Cgroups.find(os.path.basename(ground.folder))
+        self._cgroups, self._no_cgroups = Cgroups.find(os.path.basename(ground.folder), nice)
         # A worktree in memory would count as the memory of its episode, and storage is ten times that.
         self._by_cgroup = frozenset(() if self._cgroups is None else self._cgroups.controls)
         if ground.in_memory:
             self._by_cgroup -= {"memory"}
         self._affinity = Affinity()
+        self._nice = 0 if "cpu" in self._by_cgroup else nice
         self._dying: list[Leaf] = []
 
     def describe(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Provisions:
             "enforcement": {
                 "memory": "cgroup" if "memory" in by else watched,
                 "processes": "RLIMIT_NPROC" if rung.caps_processes else "cgroup" if "pids" in by else watched,
-                "cpus": "cgroup" if "cpu" in by else "affinity and niceness (the episode may undo the affinity)",
+                "cpus": "cgroup" if "cpu" in by else _without_cgroup(self._nice),
                 "storage": "the size of a tmpfs" if self._ground.in_memory else watched,
             },
             "no_cgroups": self._no_cgroups,
@@ -69,21 +69,27 @@ class Provisions:
     def give(self, spec: SandboxSpec) -> Provision:
         """What the episode has before its first process. Raises: OSError."""
         self._remove_dying()
-        provision = Provision()
+        provision = Provision(nice=self._nice)
         if self._cgroups is not None:
             provision.leaf = self._cgroups.create(spec.name, self._for_cgroup(spec.limits))
-        if "cpu" not in self._by_cgroup and spec.limits.cpus is not None:
-            provision.cpus = self._affinity.choose(spec.limits.cpus)
         return provision
 
-    def connect(self, provision: Provision, spec: SandboxSpec, pid: int) -> dict[str, Any]:
-        """Give PID 1 its way out; answers with what it must configure. Raises: OSError."""
+    def settle(self, provision: Provision, spec: SandboxSpec) -> None:
+        """What it has only once somebody uses it: CPUs are shared out among those that compute."""
+        if "cpu" not in self._by_cgroup and spec.limits.cpus is not None:
+            provision.cpus = self._affinity.choose(spec.limits.cpus)
+
+    def unreachable(self, network: Network) -> tuple[str, ...]:
+        """Networks that an episode must not reach though it has a way out."""
+        return () if self.egress is None or network is not Network.EGRESS else tuple(self.egress.unreachable)
+
+    def connect(self, provision: Provision, spec: SandboxSpec, pid: int) -> None:
+        """Give PID 1 its way out. Raises: OSError."""
         if spec.network is not Network.EGRESS:
-            return {}
+            return
         if self.egress is None:
             raise OSError("this host gives episodes no way out of their network: " + "; ".join(self.egress_refusals))
         provision.plug = self.egress.connect(pid)
-        return provision.plug.inside
 
     def watch(self, spec: SandboxSpec, proc: int, pidfd: int) -> None:
         caps = self._ground.rung.caps_processes or "pids" in self._by_cgroup
@@ -141,12 +147,10 @@ class Provisions:
         return replace(wanted, memory_bytes=memory)
 
 
-def take_place(joins: Sequence[int], cpus: Sequence[int]) -> None:
-    """What every process that is forked into an episode does first of all. Raises: OSError."""
-    error = limits.join(joins)
-    if error:
-        raise OSError(error, f"cannot join the episode's cgroup: {os.strerror(error)}")
-    if cpus:
-        with contextlib.suppress(OSError):  # CPUs may have been taken from all of us since
-            os.sched_setaffinity(0, cpus)
-        os.nice(_NICENESS)
+def _without_cgroup(nice: int) -> str:
+    """How CPUs are shared out then."""
+    sessions = False
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/sched_autogroup_enabled", encoding="ascii") as enabled:
+        sessions = enabled.read() == "1\n"
+    what = "affinity and, by another session, the niceness" if nice and sessions else "affinity"
+    return f"affinity and a niceness of {nice} (the episode may undo the {what})"

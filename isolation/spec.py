@@ -1,6 +1,5 @@
 """What a rung, a sandbox and a command are, as plain data that travels as JSON between server and spawner."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,7 +44,8 @@ class _Data:
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+        """To be encoded: `dataclasses.asdict` would copy all of it before."""
+        return {key: value.to_dict() if isinstance(value, _Data) else value for key, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -247,12 +247,13 @@ class Provided(_Data):
 @dataclass(frozen=True)
 class SpawnerConfig(_Data):
     """What the spawner is started with: a rung, candidates for the scratch folder and for the ways out of episodes'
-    networks, best first, and host paths to hide."""
+    networks, best first, host paths to hide, and how nice episodes are to the node's other processes (0 to 19)."""
 
     rung: str
     scratch: tuple[str, ...]
     hide: tuple[str, ...] = ()
     egress: tuple[str, ...] = ()
+    nice: int = 0
 
 
 @dataclass(frozen=True)

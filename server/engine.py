@@ -142,7 +142,8 @@ def configs(settings: Settings) -> list[SpawnerConfig]:
     """What to try to start the spawner with, best first."""
     rungs = probe.candidate_rungs() if settings.isolation == "auto" else [settings.isolation]
     scratch, hide = tuple(settings.scratch_candidates), tuple(hidden_paths(settings))
-    return [SpawnerConfig(rung, scratch, hide, networks.egress_candidates(settings)) for rung in rungs]
+    ways_out = networks.egress_candidates(settings)
+    return [SpawnerConfig(rung, scratch, hide, ways_out, settings.nice) for rung in rungs]
 
 
 def hidden_paths(settings: Settings) -> list[str]:

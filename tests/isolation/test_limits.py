@@ -42,7 +42,7 @@ def _unified() -> Hierarchy:
 
 
 def _folders() -> list[Path]:
-    return [path for one in _own() for path in Path(one.own).glob(_NAME + "*")]
+    return [path for one in _own() for path in Path(one.own).glob(f"*{_NAME}*")]
 
 
 @pytest.fixture
@@ -177,6 +177,17 @@ def test_cpus(leaf: Leaf) -> None:
 
 
 @where_cgroups_are_ours
+def test_each_episode_weighs_as_one_process_of_its_niceness() -> None:
+    """The kernel shares out the CPU level by level, so a leaf must be where our other processes are."""
+    [own] = [one.own for one in _own() if "cpu" in one.controllers]
+    with contextlib.closing(_found(_NAME, nice=10)) as cgroups:
+        leaf = cgroups.create("one", Limits())
+        [shares] = Path(own).glob(f"episode.{_NAME}.one/cpu.shares")
+        assert shares.read_text() == "110\n"
+        assert leaf.remove()
+
+
+@where_cgroups_are_ours
 @pytest.mark.parametrize("leaf", [Limits()], indirect=True)
 def test_no_limits(leaf: Leaf) -> None:
     assert run(leaf, "print(len(b'x' * (64 << 20)))").stdout == f"{64 * _MIB}\n"
@@ -241,18 +252,17 @@ def _in_a_child(server: str) -> Callable[[], None]:
 @where_cgroups_are_ours
 def test_a_dead_servers_leaves_are_swept_and_a_live_neighbours_are_not() -> None:
     end_alive, end_dead = _in_a_child(_NAME + "alive"), _in_a_child(_NAME + "dead")
-    assert len(_folders()) == 8
+    assert len(_folders()) == 16, "a server's folder and its leaf, twice in four hierarchies"
     end_dead()
     with contextlib.closing(_found(_NAME)):
-        assert {path.name for path in _folders()} == {_NAME, _NAME + "alive"}
-        assert all((path / "quiet").exists() for path in _folders() if path.name.endswith("alive"))
+        assert {path.name for path in _folders()} == {_NAME, _NAME + "alive", f"episode.{_NAME}alive.quiet"}
     end_alive()
     _found(_NAME).close()
     assert _folders() == []
 
 
-def _found(server: str) -> Cgroups:
-    found, why = Cgroups.find(server)
+def _found(server: str, nice: int = 0) -> Cgroups:
+    found, why = Cgroups.find(server, nice)
     assert found is not None, why
     return found
 
@@ -308,7 +318,16 @@ def test_a_leaf_of_version_2_is_joined_counts_and_goes() -> None:
 @pytest.mark.parametrize(
     ("version", "written"),
     [
-        (2, {"memory.max": "1024", "memory.swap.max": "0", "pids.max": "7", "cpu.max": "150000 100000"}),
+        (
+            2,
+            {
+                "memory.max": "1024",
+                "memory.swap.max": "0",
+                "pids.max": "7",
+                "cpu.max": "150000 100000",
+                "cpu.weight.nice": "5",
+            },
+        ),
         (
             1,
             {
@@ -317,6 +336,7 @@ def test_a_leaf_of_version_2_is_joined_counts_and_goes() -> None:
                 "pids.max": "7",
                 "cpu.cfs_period_us": "100000",
                 "cpu.cfs_quota_us": "150000",
+                "cpu.shares": "335",
             },
         ),
     ],
@@ -324,7 +344,7 @@ def test_a_leaf_of_version_2_is_joined_counts_and_goes() -> None:
 def test_what_is_written_to_a_leaf(version: int, written: dict[str, str]) -> None:
     hierarchy = Hierarchy(version, frozenset(limits.CONTROLS), "/")
     wanted = Limits(memory_bytes=1024, processes_max=7, cpus=1.5)
-    assert dict(limits._settings(wanted, hierarchy)) == written
+    assert dict(limits._settings(wanted, 5, hierarchy)) == written
 
 
 # ---------------------------------------------------------------- CPUs

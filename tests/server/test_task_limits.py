@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -32,6 +33,7 @@ def bounded_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_task(folder, "ok")
     make_task(folder, "large", toml=TOML.format(storage="1G"))
     make_task(folder, "small", toml=TOML.format(storage="256M"))
+    make_task(folder, "nice", "nice > /logs/verifier/reward.txt")
     return folder
 
 
@@ -40,7 +42,8 @@ def shared_bounding(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, bounded_tasks: Path
 ) -> Iterator[Server]:
     wrap = () if request.param == "cgroups as they are" else NO_CGROUPS
-    server = Server(tmp_path_factory.mktemp("bounding"), bounded_tasks, {"TB2_COMMAND_TIMEOUT_S": "60"}, wrap).start()
+    env = {"TB2_COMMAND_TIMEOUT_S": "60", "TB2_WARM": "0"}  # first processes are counted
+    server = Server(tmp_path_factory.mktemp("bounding"), bounded_tasks, env, wrap).start()
     yield server
     assert server.stop() == 0
     assert not list(server.scratch.iterdir())
@@ -136,6 +139,21 @@ async def test_a_fork_bomb(bounding: Server) -> None:
 
 async def cpus_by_cgroup(server: Server) -> bool:
     return (await limits_of(server, "large"))["cpus"]["enforced_by"] == "cgroup"
+
+
+async def test_commands_and_verifiers_are_nice(bounding: Server) -> None:
+    """By the weight of the episode's cgroup, or each by itself; its session, too, by which the kernel may group."""
+    async with bounding.client() as env:
+        await env.reset(task_id="nice")
+        niceness, autogroup, *_ = (await env.exec("nice; cat /proc/self/autogroup; echo")).output.splitlines()
+        cgroup = re.search(r":cpu[:,].*/(episode\..*)", (await env.exec("cat /proc/self/cgroup")).output)
+        if cgroup is not None:
+            [shares] = Path("/sys/fs/cgroup").glob(f"*/**/{cgroup[1]}/cpu.shares")
+            assert shares.read_text() == "335\n"
+        elif Path("/proc/self/autogroup").exists():
+            assert autogroup.endswith(" nice 5")
+        assert int(niceness) == os.nice(0) + (5 if cgroup is None else 0)
+        assert (await env.evaluate()).reward == int(niceness)
 
 
 async def test_a_file_without_end(bounding: Server) -> None:
