@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -53,6 +54,8 @@ class Conversation:
         self._on_event, self._on_end = on_event, on_end
         self.hello: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.over = False
+        #: When something was asked or heard last, as time.monotonic() says.
+        self.spoke_at = 0.0
         self.control = AsyncChannel(control, self._message, self.end)
         self.launcher = AsyncChannel(launcher, self._message, self.end)
 
@@ -60,6 +63,7 @@ class Conversation:
         """Ask the spawner. Raises: Refused."""
         request = next(self._requests)
         answer = self._answers[request] = asyncio.get_running_loop().create_future()
+        self.spoke_at = time.monotonic()
         try:
             self.control.post({"id": request, **message})
             return await asyncio.wait_for(answer, timeout_s)
@@ -80,6 +84,7 @@ class Conversation:
         except ValueError as error:
             raise Refused(str(error)) from error
         self._running[request] = running
+        self.spoke_at = time.monotonic()
         return request
 
     def kill(self, channel: AsyncChannel, request: int) -> None:
@@ -105,6 +110,7 @@ class Conversation:
         self._on_end()
 
     def _message(self, message: dict[str, Any], fds: list[int]) -> None:
+        self.spoke_at = time.monotonic()
         match message:
             case {"id": request, "ok": True}:
                 _resolve(self._answers.get(request), (message, fds))

@@ -4,7 +4,8 @@ import contextlib
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tbench2_env.isolation import processes
 from tbench2_env.isolation.provisions import Provision
@@ -22,11 +23,17 @@ class Episode:
     provision: Provision
     channel: socket.socket | None = None
     destroyed_by: int | None = None
+    #: What it had used when it was destroyed, as it is answered; empty when nobody asked.
+    used: dict[str, Any] = field(default_factory=dict)
     #: Where its upper is to be once nothing runs in it any more.
     harvest_to: str | None = None
     #: Why it was killed, if the warden did it.
     reason: str = "its PID 1 was killed"
     proc: int = -1
+    #: Made ahead: nothing runs in it and nobody watches it before it is adopted.
+    idle: bool = False
+    #: Descriptors of PID 1's, for the launcher, as long as it does not know the episode.
+    for_launcher: dict[str, int] = field(default_factory=dict)
     #: Inode of the namespace, of the kind that tells agents from verifiers here, that the agent's processes live in.
     agents: int = -1
 
@@ -41,6 +48,10 @@ class Episode:
 
     def open_namespace(self, kind: str) -> int:
         return os.open(f"/proc/{self.pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def hits(self) -> dict[str, int]:
+        """How often it met a limit that its cgroup keeps."""
+        return {} if self.provision.leaf is None else self.provision.leaf.hits()
 
     def kill(self) -> None:
         """Killing PID 1 kills all of its namespace."""

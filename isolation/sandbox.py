@@ -12,6 +12,7 @@ What travels between server and helpers for that is the matter of `conversation`
 
 import asyncio
 import contextlib
+import copy
 import os
 import socket
 import subprocess
@@ -147,17 +148,25 @@ class Sandbox:
             raise SandboxError("the command ended before it had a terminal")
         return process, masters[0]
 
+    async def adopt(self) -> None:
+        """Make one that was created `idle` ready for commands. Raises: SandboxError when it is dead."""
+        await self._spawner._ask({"op": "adopt", "name": self.spec.name})
+
     async def confirm(self) -> None:
         """Return if the sandbox is alive now. Raises: SandboxError saying what died."""
+        await self._ask_alive("check")
+
+    async def _ask_alive(self, operation: str) -> dict[str, Any]:
         self._check_alive()
         try:
-            message, _ = await self._spawner._ask({"op": "check", "name": self.spec.name})
-            self.tally.count_hits(message["hits"])
+            message, _ = await self._spawner._ask({"op": operation, "name": self.spec.name, "alive": True})
         except SandboxError as error:
             # The news of its death may have come before the answer, and says why.
             if not self.died.done():
                 self.died.set_result(str(error))
             raise SandboxError(self.died.result()) from None
+        self.tally.count_hits(message["hits"])
+        return message
 
     def take_hits(self) -> dict[str, str]:
         """What limits were met since the last call without the sandbox being killed for it: a sentence for each."""
@@ -173,10 +182,10 @@ class Sandbox:
         names: list[str] = message["names"]
         return names
 
-    async def usage(self) -> Usage:
-        """Raises: SandboxError."""
-        message, _ = await self._spawner._ask({"op": "usage", "name": self.spec.name})
-        return self.tally.usage(Usage(**message["usage"]), all_cpu=message["all_cpu"])
+    async def usage(self, *, confirm: bool = False) -> Usage:
+        """With `confirm`, of a sandbox that is alive now. Raises: SandboxError."""
+        plain = {"op": "usage", "name": self.spec.name}
+        return self.tally.usage(await self._ask_alive("usage") if confirm else (await self._spawner._ask(plain))[0])
 
     @property
     def has_worktree(self) -> bool:
@@ -197,9 +206,9 @@ class Sandbox:
         """
         await self._spawner._harvest(self, target)
 
-    async def destroy(self) -> None:
-        """Kill all that runs in it and discard its worktree. A sandbox that is gone already is no error."""
-        await self._spawner._destroy(self)
+    async def destroy(self) -> Usage | None:
+        """Kill all that runs in it and discard its worktree; answers with what it had used, if it was still there."""
+        return await self._spawner._destroy(self)
 
     def take_listener(self, fds: list[int]) -> None:
         if fds:
@@ -227,7 +236,7 @@ class Spawner:
         self._process = process
         self._sandboxes: dict[str, Sandbox] = {}
         self._ground_fd = -1
-        self._undoing: set[asyncio.Task[None]] = set()
+        self._undoing: set[asyncio.Future[Usage | None]] = set()
         self._trash: Trash
         self.conversation: Conversation
         self.rung: Rung
@@ -271,14 +280,15 @@ class Spawner:
         """Bytes that worktrees hold, trash included; counts at most `entries_max` files. Blocks."""
         return worktree.held_bytes(str(self.ground), entries_max)
 
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        """A new sandbox, ready for commands. Raises: SandboxError naming what the host refused."""
+    async def create(self, spec: SandboxSpec, *, idle: bool = False) -> Sandbox:
+        """A new sandbox, ready for commands, if `idle` once adopted. Raises: SandboxError naming what was refused."""
+        await self._trash.room()
         if spec.name in self._sandboxes:
             raise SandboxError(f"there is a sandbox {spec.name!r} already")
         if spec.stored or not spec.over_node:
             self._check_isolated()
         sandbox = self._sandboxes[spec.name] = Sandbox(self, spec)
-        creation = asyncio.ensure_future(self._ask({"op": "create", "spec": spec.to_dict()}))
+        creation = asyncio.ensure_future(self._ask({"op": "create", "spec": spec.to_dict(), "idle": idle}))
         try:
             sandbox.take_listener((await asyncio.shield(creation))[1])
         except asyncio.CancelledError:
@@ -287,7 +297,7 @@ class Spawner:
             raise
         except SandboxError:
             self._sandboxes.pop(spec.name, None)
-            self._trash.delete(spec.name)
+            self._trash.delete_soon()
             raise
         return sandbox
 
@@ -298,7 +308,7 @@ class Spawner:
             task.add_done_callback(self._undoing.discard)
         else:
             self._sandboxes.pop(sandbox.spec.name, None)
-            self._trash.delete(sandbox.spec.name)
+            self._trash.delete_soon()
 
     @contextlib.asynccontextmanager
     async def view(self, stored: Sequence[str], *, over_node: bool) -> AsyncIterator[Path]:
@@ -336,14 +346,18 @@ class Spawner:
         except Refused as refused:
             raise SandboxError(str(refused)) from None
 
-    async def _destroy(self, sandbox: Sandbox) -> None:
+    async def _destroy(self, sandbox: Sandbox) -> Usage | None:
         if sandbox._harvested or self._sandboxes.pop(sandbox.spec.name, None) is None:
-            return
-        with contextlib.suppress(TimeoutError, SandboxError):
-            await asyncio.wait_for(self._ask({"op": "destroy", "name": sandbox.spec.name}), DESTROY_TIMEOUT_S)
+            return None
+        usage, tally = None, copy.copy(sandbox.tally)  # what ends from now on is counted as live
+        with contextlib.suppress(SandboxError):
+            message = {"op": "destroy", "name": sandbox.spec.name, "measure": True}
+            answer, _ = await self._ask(message, DESTROY_TIMEOUT_S)
+            usage = tally.usage(answer) if "usage" in answer else None
         if not sandbox.died.done():
             sandbox.died.set_result("the sandbox was destroyed")
-        self._trash.delete(sandbox.spec.name)
+        self._trash.delete_soon()
+        return usage
 
     def _check_isolated(self) -> None:
         if not self.rung.isolated:
@@ -370,7 +384,7 @@ class Spawner:
             self._sandboxes.pop(name, None)
             if not sandbox.died.done():
                 sandbox.died.set_result("the sandbox has become a layer")
-            self._trash.delete(name)
+            self._trash.delete_soon()
 
     # ------------------------------------------------------------ events
     def _event(self, message: dict[str, Any]) -> None:
@@ -385,7 +399,7 @@ class Spawner:
         sandbox = self._sandboxes.pop(name, None)
         if sandbox is not None and not sandbox.died.done():
             sandbox.died.set_result(f"the sandbox is dead: {reason}")
-        self._trash.delete(name)
+        self._trash.delete_soon()
 
     def _lost(self) -> None:
         for sandbox in self._sandboxes.values():

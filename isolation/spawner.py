@@ -2,10 +2,11 @@
 
 Three processes and three channels. The *server* (asyncio, many threads, may not fork safely) asks the *spawner* to
 create and destroy sandboxes and to run verifiers; it asks the *launcher*, a landlocked fork of the spawner, to run the
-agents' commands; the spawner hands the launcher each new episode's descriptors before it answers the server.
+agents' commands; the spawner hands the launcher each new episode's descriptors before it answers the server, but those
+of one that is created idle when it is adopted.
 
-    server -> spawner    {"id", "op": "create" | "check" | "destroy" | "harvest" | "abandon" | "verify" | "names" |
-                                      "usage" | "view" | "unview"}
+    server -> spawner    {"id", "op": "create" | "adopt" | "check" | "destroy" | "harvest" | "abandon" | "verify" |
+                                      "names" | "usage" | "view" | "unview"}
                          -> {"id", "ok"} or {"id", "error"}
     server -> launcher   {"id", "op": "exec"}; to both {"op": "kill"}
     events to the server {"event": "exit" | "failed", "id", ...}, {"event": "died", "name"}
@@ -30,10 +31,12 @@ from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, rec
 from tbench2_env.isolation.episodes import Episode
 from tbench2_env.isolation.gauge import Gauge
 from tbench2_env.isolation.harvest import Harvesters
+from tbench2_env.isolation.program import Program
 from tbench2_env.isolation.provisions import Provision, Provisions
 from tbench2_env.isolation.reactor import End, Reactor
-from tbench2_env.isolation.spec import Network, SandboxSpec, encode
+from tbench2_env.isolation.spec import Limits, Network, SandboxSpec
 from tbench2_env.isolation.stack import Ground
+from tbench2_env.isolation.start import move_up
 from tbench2_env.isolation.verifiers import Verifiers
 
 #: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
@@ -58,11 +61,11 @@ class Spawner:
     def __init__(self, server: Channel, helpers: "Helpers", ground: Ground, provisions: Provisions) -> None:
         self.server, self.ground, self.provisions = server, ground, provisions
         self.launcher, self.warden, self.helpers = helpers.launcher, helpers.warden, helpers.pids
-        self.pause = init.pause_descriptor()
+        self.inits = init.Inits(ground.rung)
         self.episodes: dict[str, Episode] = {}
         self.verifiers = Verifiers(server, ground)
         self.harvesters = Harvesters(ground.rung)
-        self._asked_for_usage: dict[int, Episode] = {}
+        self._asked_for_usage: dict[int, tuple[Episode, dict[str, int]]] = {}
         self.reactor = Reactor(on_child=self._child_ended)
         self.reactor.watch(server.fileno(), self._request)
         self.reactor.watch(self.warden.fileno(), self._listen_to_warden)
@@ -76,7 +79,7 @@ class Spawner:
 
     def _say_hello(self) -> None:
         root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        plan = mounts.sandbox_plan(self.ground.rung, SandboxSpec("", network=Network.PRIVATE))
+        plan = mounts.sandbox_plan(self.ground.rung, mounts.shm_bytes(Limits()), host_network=False)
         hello = {
             "hello": self.ground.rung.to_dict(),
             "folder": self.ground.folder,
@@ -113,31 +116,34 @@ class Spawner:
         except OSError:
             self.provisions.take_back(spec.name, provision)
             raise
+        self.episodes[spec.name].idle = message.get("idle", False)
 
     def _start_init(self, request: int, spec: SandboxSpec, provision: Provision) -> None:
         worktree_mounts = worktree.create(self.ground, spec)
         sysfs = worktree.open_sysfs("sysfs")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = move_up(theirs.detach())
         try:
-            pid, pidfd = sc.clone(self._new_namespaces(spec))
-            if pid == 0:
-                ours.close()
-                inside = init.Inside(theirs, provision.joins, worktree_mounts, sysfs, self.pause)
-                init.run(spec, self.ground.rung, inside)
+            inside = init.Inside(channel, provision.joins, worktree_mounts, sysfs)
+            unreachable = self.provisions.unreachable(spec.network)
+            pid, pidfd, program = self.inits.start(self._new_namespaces(spec), spec, unreachable, inside)
         except OSError:
             worktree.discard(self.ground, spec.name)
             raise
         finally:
-            close_all([sysfs, *(fd for fd, _ in worktree_mounts)])
-            theirs.close()
+            close_all([channel, sysfs, *(fd for fd, _ in worktree_mounts)])
         episode = Episode(spec, pid, pidfd, request, provision, ours)
         self.episodes[spec.name] = episode
-        self.reactor.watch(ours.fileno(), lambda: self._init_answered(episode))
+        self.reactor.watch(ours.fileno(), lambda: self._init_answered(episode, program))
         # If it dies before it has answered, its channel says so.
         try:
+            said = ours.recv(4096)
+            if said != init.READY:
+                raise init.why_not(program, said)
             if self.ground.rung.user_namespaces:
                 userns.write_maps("/proc", pid, self.ground.rung.map_line)
-            ours.send(encode(self.provisions.connect(provision, spec, pid)))
+            self.provisions.connect(provision, spec, pid)
+            ours.send(b"\0")
         except OSError as error:
             self._creation_failed(episode, error)
 
@@ -149,17 +155,19 @@ class Spawner:
             flags |= sc.CLONE_NEWNET
         return flags
 
-    def _init_answered(self, episode: Episode) -> None:
+    def _init_answered(self, episode: Episode, program: Program) -> None:
         assert episode.channel is not None
         try:
             answer, fds = receive_descriptors(episode.channel, 4096)
             self._forget_channel(episode)
             if not answer.startswith(b"ok "):
-                raise OSError(answer.decode(errors="replace") or "PID 1 died")
+                raise init.why_not(program, answer)
             handed_out = dict(zip(answer.decode().split()[1:], fds, strict=True))
             episode.proc = handed_out.pop("proc")
             listener = [handed_out.pop("listener")] if "listener" in handed_out else []
-            self._announce(episode, handed_out)
+            episode.for_launcher = handed_out
+            if not episode.idle:
+                self._announce(episode)
         except OSError as error:
             self._creation_failed(episode, error)
             return
@@ -173,16 +181,22 @@ class Spawner:
         self._discard(episode)
         self._answer(episode.created_by, error=f"cannot set up the sandbox: {error.strerror or error}")
 
-    def _announce(self, episode: Episode, handed_out: dict[str, int]) -> None:
-        """Hand the launcher the descriptors of a new episode's namespaces."""
-        opened = dict(handed_out)
+    def _adopt(self, message: dict[str, Any], fds: list[int]) -> None:
+        episode = self._live_episode(message["name"])
+        self._announce(episode)
+        self._answer(message["id"])
+
+    def _announce(self, episode: Episode) -> None:
+        """Somebody has the episode: hand the launcher the descriptors of its namespaces, and have it watched."""
+        opened, episode.for_launcher = episode.for_launcher, {}
         try:
+            self.provisions.settle(episode.provision, episode.spec)
             for kind in episode.kinds:
                 opened[kind] = episode.open_namespace(kind)
             episode.agents = os.fstat(opened["user" if self.ground.rung.user_namespaces else "mnt"]).st_ino
             descriptors = {**opened, "proc": episode.proc}
             message: dict[str, Any] = {"op": "add", "name": episode.name, "descriptors": list(descriptors)}
-            message["cpus"] = sorted(episode.provision.cpus)
+            message |= {"cpus": sorted(episode.provision.cpus), "nice": episode.provision.nice}
             self.launcher.send(message, [*descriptors.values(), *episode.provision.joins])
             self.provisions.watch(episode.spec, episode.proc, episode.pidfd)
         finally:
@@ -212,9 +226,13 @@ class Spawner:
 
     # ------------------------------------------------------------ ends
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
+        """With `measure`, once the warden has said what it used, which it cannot when all of it is gone."""
         episode = self._episode(message["name"])
         episode.destroyed_by = message["id"]
-        self._kill_init(episode)
+        if message.get("measure"):
+            self._usage(message, fds)
+        else:
+            self._kill_init(episode)
 
     def _harvest(self, message: dict[str, Any], fds: list[int]) -> None:
         episode = self._live_episode(message["name"])
@@ -230,9 +248,8 @@ class Spawner:
 
     def _check(self, message: dict[str, Any], fds: list[int]) -> None:
         """Whether the episode lives: asked when a command was killed, which is heard of before its PID 1's end."""
-        episode = self._live_episode(message["name"])
-        leaf = episode.provision.leaf
-        self.server.send({"id": message["id"], "ok": True, "hits": {} if leaf is None else leaf.hits()})
+        hits = self._live_episode(message["name"]).hits()
+        self.server.send({"id": message["id"], "ok": True, "hits": hits})
 
     def _names(self, message: dict[str, Any], fds: list[int]) -> None:
         gauge = Gauge(self._episode(message["name"]).proc)
@@ -288,8 +305,9 @@ class Spawner:
             self._release(episode)
             self.harvesters.start(episode.name, episode.harvest_to, episode.destroyed_by)
             return
-        self._discard(episode)
-        self._answer(episode.destroyed_by)
+        worktree.discard(self.ground, episode.name)
+        self.server.send({"id": episode.destroyed_by, "ok": True, **episode.used})
+        self._release(episode)  # while the server goes on
 
     def _discard(self, episode: Episode) -> None:
         worktree.discard(self.ground, episode.name)
@@ -298,21 +316,27 @@ class Spawner:
     def _release(self, episode: Episode) -> None:
         """Give back all that it has but its worktree."""
         self.episodes.pop(episode.name, None)
-        close_all([fd for fd in (episode.pidfd, episode.proc) if fd >= 0])
+        close_all([fd for fd in (episode.pidfd, episode.proc, *episode.for_launcher.values()) if fd >= 0])
         self.provisions.take_back(episode.name, episode.provision)
 
     # ------------------------------------------------------------ limits
     def _usage(self, message: dict[str, Any], fds: list[int]) -> None:
-        episode = self._episode(message["name"])
-        self._asked_for_usage[message["id"]] = episode
+        """With "alive" it is only answered for an episode that lives, as `check` is, and with its hits."""
+        episode = self._live_episode(message["name"]) if message.get("alive") else self._episode(message["name"])
+        self._asked_for_usage[message["id"]] = episode, episode.hits() if message.get("alive") else {}
         self.warden.send({"op": "usage", "id": message["id"], "name": episode.name})
 
     def _answer_usage(self, message: dict[str, Any]) -> None:
         """What the warden saw, and what the kernel knows better."""
-        episode = self._asked_for_usage.pop(message["id"])
+        episode, hits = self._asked_for_usage.pop(message["id"])
         counted = self.provisions.count(episode.name, episode.provision)
         usage = {**(message["usage"] or {}), **counted}
-        self.server.send({"id": message["id"], "ok": True, "usage": usage, "all_cpu": "cpu_s" in counted})
+        answer = {"usage": usage, "all_cpu": "cpu_s" in counted}
+        if message["id"] != episode.destroyed_by:
+            self.server.send({"id": message["id"], "ok": True, "hits": hits, **answer})
+        elif episode.name in self.episodes:  # it may have died meanwhile
+            episode.used = answer
+            self._kill_init(episode)
 
     def _warden_said(self) -> None:
         message, _ = self.warden.receive()

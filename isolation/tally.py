@@ -20,8 +20,9 @@ class Tally:
         peak = max(self._ended.memory_peak_bytes, end["max_rss_bytes"])
         self._ended = Usage(cpu_s=self._ended.cpu_s + end["cpu_s"], memory_peak_bytes=peak)
 
-    def usage(self, live: Usage, *, all_cpu: bool) -> Usage:
-        """Together with what was seen of live processes; `all_cpu`: of all that ever were."""
+    def usage(self, answer: dict[str, Any]) -> Usage:
+        """Together with what the spawner answers of live processes; `all_cpu`: of all that ever were."""
+        live, all_cpu = Usage(**answer["usage"]), answer["all_cpu"]
         return dataclasses.replace(
             live,
             cpu_s=round(live.cpu_s if all_cpu else live.cpu_s + self._ended.cpu_s, 3),

@@ -20,6 +20,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +31,13 @@ from tbench2_env.isolation.spec import Limits, Rung, SandboxSpec
 from tbench2_env.isolation.stack import Ground
 
 _READ_ONLY = sc.MOUNT_ATTR_RDONLY | sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV
+# linux/fs.h; see chattr(1) for the flag T
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_TOPDIR_FL = 0x8008_6601, 0x4008_6602, 0x2_0000
 PREFIX = "tbench2-"
 _MOUNT_POINTS = ("base", "sysfs", "shared")
 _VERIFIER_ATTRIBUTES = sc.MOUNT_ATTR_NOSUID | sc.MOUNT_ATTR_NODEV
+#: Characters of a path from which on `delete` shortens it.
+_DEEP = 300
 #: Folders of episodes/NAME that are a verifier's, up to a dot.
 _OF_VERIFIERS = ("verifier", "tests", "provided", "cover")
 
@@ -93,27 +98,46 @@ def remove(folder: str) -> None:
 def delete(path: str) -> None:
     """Delete a tree that an agent made, however deep and whatever its modes; what cannot be deleted is left.
 
-    Folders are moved up beside `path` one by one: so nothing recurses, and no path becomes too long. Another deletion
-    of the same tree may be under way; what it is at is left to it.
+    Folders that are deep down are moved up beside `path`: so nothing recurses, and no path becomes too long. Another
+    deletion of the same tree may be under way; what it is at is left to it.
     """
-    folders, beside = [path], f"{path}.{os.urandom(8).hex()}"
+    folders, beside = [(path, False)], f"{path}.{os.urandom(8).hex()}"
     moved = 0
     while folders:
-        folder = folders.pop()
+        folder, entered = folders.pop()
         with contextlib.suppress(OSError):
-            os.chmod(folder, 0o700)  # root of a user namespace can do without, but the server may not be that
-            with os.scandir(folder) as entries:
-                found = list(entries)
-            for entry in found:
-                with contextlib.suppress(OSError):
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.path)
-                        continue
-                    os.chmod(entry.path, 0o700)
-                    os.rename(entry.path, f"{beside}.{moved}")
-                    folders.append(f"{beside}.{moved}")
-                    moved += 1
             os.rmdir(folder)
+            continue
+        if not entered:
+            folders.append((folder, True))
+            for below in _delete_files(folder):
+                if len(below) > _DEEP:
+                    with contextlib.suppress(OSError):
+                        _make_accessible(below)
+                        os.rename(below, f"{beside}.{moved}")
+                    below, moved = f"{beside}.{moved}", moved + 1
+                folders.append((below, False))
+
+
+def _delete_files(folder: str) -> list[str]:
+    """Answers with the folders that are in it, too."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        _make_accessible(folder)
+        with os.scandir(folder) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False):
+                    found.append(entry.path)
+                else:
+                    with contextlib.suppress(OSError):
+                        os.unlink(entry.path)
+    return found
+
+
+def _make_accessible(folder: str) -> None:
+    """Root can do without, but the server may not be that."""
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        os.chmod(folder, 0o700)
 
 
 def prepare(folder: str, rung: Rung, hide: tuple[str, ...]) -> Ground:
@@ -124,6 +148,7 @@ def prepare(folder: str, rung: Rung, hide: tuple[str, ...]) -> Ground:
     os.chdir(folder)
     for name in (*_MOUNT_POINTS, "episodes", "trash"):
         Path(name).mkdir(exist_ok=True)
+    _spread("episodes")
     own_folders = _attach_folders() if rung.by_folder else _attach_root(rung)
     _attach_sysfs()
     _attach_tmpfs(rung)
@@ -133,6 +158,23 @@ def prepare(folder: str, rung: Rung, hide: tuple[str, ...]) -> Ground:
         folder, rung, own_folders, in_memory=sc.filesystem_type(".") == sc.TMPFS_MAGIC,
         stacks=sc.filesystem_type("/") != sc.OVERLAYFS_SUPER_MAGIC,
     )  # fmt: skip
+
+
+def _spread(folder: str) -> None:
+    """Let ext4 place what is made in `folder` all over the disk, as far as it is ext4.
+
+    In one place, each new folder's inode is looked for among those deleted in the last minute, if there is no journal.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = bytearray(8)
+        fcntl.ioctl(fd, _FS_IOC_GETFLAGS, flags)
+        struct.pack_into("=i", flags, 0, struct.unpack_from("=i", flags)[0] | _FS_TOPDIR_FL)
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, flags)
+    except OSError:
+        pass  # another file system
+    finally:
+        os.close(fd)
 
 
 def _attach_root(rung: Rung) -> tuple[str, ...]:
@@ -230,7 +272,8 @@ def _bounds(limits: Limits) -> list[tuple[str, str | None]]:
 
 
 def _make(rung: Rung, path: str) -> None:
-    os.makedirs(path, 0o755, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o755)
     mask.own(rung, path)
 
 

@@ -5,9 +5,9 @@ Here is its life; `commands` is what an agent does in it, `evaluation` what a ve
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import structlog
 
 from tbench2_env.isolation.changes import Worktree
 from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError
-from tbench2_env.isolation.spec import CommandSpec, SandboxSpec
+from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
 from tbench2_env.server import actions, runs, shell
 from tbench2_env.server.actions import Answer, BadAction
@@ -29,13 +29,14 @@ from tbench2_env.server.images.store import Lease
 from tbench2_env.server.pool import Slot
 from tbench2_env.server.registry import Ended
 from tbench2_env.server.runs import Run
-from tbench2_env.server.sandboxes import close_sandbox, open_sandbox
+from tbench2_env.server.sandboxes import close_sandbox
 from tbench2_env.server.services import Services
 from tbench2_env.server.snapshots import Snapshot
 from tbench2_env.server.tasks import Task
 from tbench2_env.server.terminal import TerminalError
 from tbench2_env.server.timers import Timers
 from tbench2_env.server.verifier import Reason
+from tbench2_env.server.warm import Order
 
 log = structlog.get_logger()
 
@@ -45,7 +46,7 @@ _BY_CLIENT = (End.CLOSED, End.REPLACED, End.DELETED, End.DISCONNECTED)
 class Episode:
     """One attempt at a task, from reset to its end. Actions are carried out one at a time.
 
-    Made by `begin`. Whatever ends it calls `discard`, the only way out; the first reason counts.
+    Made by `begin`. Whatever ends it calls `end`, the only way out; the first reason counts.
     """
 
     def __init__(self, services: Services, task: Task, snapshot: Snapshot, engine: Engine, run: Run) -> None:
@@ -57,9 +58,9 @@ class Episode:
         self.caller = shell.Caller(snapshot.workdir, env, account.ids)
         self._turn = asyncio.Lock()
         self._begun = time.time()
-        self._timers = Timers(services.loop, self._is_active, self._end_soon)
+        self._timers = Timers(services.loop, self._is_active, self.end)
         self._ended: EpisodeEnded | None = None
-        self._discarded: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._slot: Slot | None = None
         self._queued_s = 0.0
         self._transfers = 0
@@ -128,7 +129,7 @@ class Episode:
             sandbox = episode._sandbox = await episode._open_sandbox()
         except BaseException:
             services.registry.forget(episode_id)
-            await asyncio.shield(asyncio.to_thread(services.runs.end, run))
+            services.runs.end(run, None)
             raise
         episode._commands = Commands(services, sandbox, episode.caller, episode._check_alive)
         subject = Subject(snapshot, episode._allotment, sandbox, run, engine.uv_cache, episode._check_alive)
@@ -139,13 +140,10 @@ class Episode:
         return episode
 
     async def _open_sandbox(self) -> Sandbox:
-        environment, given = self._snapshot.environment, self._allotment
-        # The sandbox has a name of its own: episode ids are the client's choice and may come again.
-        spec = SandboxSpec(
-            uuid.uuid4().hex, (self._snapshot.name,), given.network.network, given.limits,
-            self._engine.environments.folders(environment), environment.over_node,
-        )  # fmt: skip
-        return await open_sandbox(self._engine.spawner, spec, given.network, self._services.proxy)
+        order = Order(self._engine, self._snapshot, self._allotment.network, self._allotment.limits)
+        sandbox, temperature = await self._services.warm.open(self._task.path, order)
+        self._services.metrics.sandboxes.labels(temperature).inc()
+        return sandbox
 
     # ------------------------------------------------------------ what it is
     @property
@@ -337,43 +335,44 @@ class Episode:
         return any(not operation.done() for operation in self.operations.values())
 
     def _sandbox_died(self, died: "asyncio.Future[str]") -> None:
-        if self._ended is None:
-            self._end_soon(End.DIED, died.result())
-
-    def _end_soon(self, end: End, message: str) -> None:
-        self._services.loop.create_task(self.discard(end, message))
+        self.end(End.DIED, died.result())
 
     async def discard(self, end: End, message: str = "") -> None:
-        """End the episode: kill all that runs in it, free its files and its slot. The first reason counts.
+        """`end` it, and return when that is done. Not stopped by cancellation of the caller."""
+        await asyncio.shield(self.end(end, message))
 
-        Not stopped by cancellation of the caller: what has begun to end, ends.
+    def end(self, end: End, message: str = "") -> "asyncio.Task[None]":
+        """Begin to end the episode, which is over for whoever asks from now on. The first reason counts.
+
+        When the task is done, nothing of it runs any more, and its slot is free; its results are then written, and its
+        files deleted, in the background.
         """
-        if self._discarded is None:
+        if self._ending is None:
             if self._slot is not None:
                 self._slot.leave()
+            self.state.terminal_ready = False
             self._ended = EpisodeEnded(end, message or f"the episode is over ({end})")
             self._evaluations.give_up(Reason.CANCELLED if end in _BY_CLIENT else Reason.SANDBOX_DEAD, str(self._ended))
-            self._discarded = self._services.loop.create_task(self._discard(self._ended))
-        await asyncio.shield(self._discarded)
+            self._ending = self._services.see_to(self._discard(self._ended))
+        return self._ending
 
     async def _discard(self, ended: EpisodeEnded) -> None:
-        self.state.terminal_ready = False
         self._timers.cancel()
         for operation in self.operations.values():
             operation.cancel()
         self._commands.close()
         self._evaluations.close()
-        with contextlib.suppress(SandboxError):
-            await self._evaluations.measure()
-        await close_sandbox(self._sandbox, self._services.proxy)
+        if (usage := await close_sandbox(self._sandbox, self._services.proxy)) is not None:
+            self._evaluations.usage = dataclasses.asdict(usage)
         self._lease.close()
         if self._slot is not None:
             self._slot.release()
         self._services.metrics.ends.labels(ended.end).inc()
-        summary = Ended(self.episode_id, self.task_id, ended.end, str(ended), self.reward, self.begun)
-        self._run.write_result(self._result(ended))
+        summary = Ended(
+            self.episode_id, self.task_id, ended.end, str(ended), self.reward, self.begun, self.run_folder
+        )  # fmt: skip
         self._services.registry.remove(self, summary)
-        await asyncio.to_thread(self._services.runs.end, self._run)
+        self._services.runs.end(self._run, self._result(ended))
         self._log.info("episode ended", end=ended.end, reward=self.reward)
 
     def _result(self, ended: EpisodeEnded) -> dict[str, Any]:

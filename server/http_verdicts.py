@@ -10,7 +10,6 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tbench2_env.server import evidence, runs
-from tbench2_env.server.episode import Episode
 from tbench2_env.server.problems import responses
 from tbench2_env.server.registry import NotKept, UnknownEpisode
 from tbench2_env.server.services import Services
@@ -74,13 +73,12 @@ class _FileAnswer(StreamingResponse):
 
 async def _folder(services: Services, episode_id: str) -> Path:
     try:
-        episode = services.registry.get(episode_id)
-        if isinstance(episode, Episode):
-            return episode.run_folder
-        unknown: Exception = NotKept(f"the results of episode {episode_id[:80]!r} are not kept any more")
-    except UnknownEpisode as error:
-        unknown = error  # of this server's life; there may be one of an earlier
-    folder = await asyncio.to_thread(services.runs.find, episode_id)
-    if folder is None:
-        raise unknown
+        folder = services.registry.get(episode_id).run_folder
+        if not folder.exists():
+            raise NotKept(f"the results of episode {episode_id[:80]!r} are not kept any more")
+    except UnknownEpisode:  # of this server's life; there may be one of an earlier
+        found = await asyncio.to_thread(services.runs.find, episode_id)
+        if found is None:
+            raise
+        return found
     return folder

@@ -5,6 +5,7 @@ import collections
 import datetime
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tbench2_env.server.ending import End
@@ -34,6 +35,7 @@ class Ended:
     message: str
     reward: float | None
     begun: datetime.datetime
+    run_folder: Path
 
 
 class Registry:
@@ -49,7 +51,7 @@ class Registry:
         if wanted is None:
             return uuid.uuid4().hex
         number, name = 1, wanted
-        while name in self._live or name in self._reserved:
+        while name in self._reserved or (name in self._live and self._live[name].state.terminal_ready):
             number += 1
             name = f"{wanted}.{number}"
         self._reserved.add(name)

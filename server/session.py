@@ -1,5 +1,6 @@
 """One client's session: at most one live episode, replaced by reset, ended with the session."""
 
+import asyncio
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,8 +60,14 @@ class Session:
         task = await find_task(self._services, request)
         if self._slot is None:
             self._slot = await self._services.pool.acquire()
-        await self._end_episode(End.REPLACED)
-        self._episode = await Episode.begin(self._services, task, request.episode_id, self._slot, own_slot=False)
+        # The new one is made while the old one ends, unless there may be only one at a time.
+        ending = self._end_episode(End.REPLACED)
+        if self._services.pool.maximum == 1:
+            await asyncio.shield(ending)
+        try:
+            self._episode = await Episode.begin(self._services, task, request.episode_id, self._slot, own_slot=False)
+        finally:
+            await asyncio.shield(ending)
         return self._episode.first_observation()
 
     async def step(self, data: Any) -> Tbench2Observation:
@@ -85,15 +92,19 @@ class Session:
         if self._slot is not None:
             self._slot.leave()
         try:
-            await self._end_episode(end)
+            await asyncio.shield(self._end_episode(end))
         finally:
             if self._slot is not None:
                 self._slot.release()
 
-    async def _end_episode(self, end: End) -> None:
+    def _end_episode(self, end: End) -> "asyncio.Future[None]":
+        """Begin to end it, if there is one; done when that is."""
         episode, self._episode = self._episode, None
         if episode is not None:
-            await episode.discard(end)
+            return episode.end(end)
+        nothing: asyncio.Future[None] = self._services.loop.create_future()
+        nothing.set_result(None)
+        return nothing
 
 
 async def find_task(services: Services, request: ResetRequest) -> Task:

@@ -31,6 +31,8 @@ from tbench2_env.server.tasks import Task
 
 _NAME_LENGTH = 24
 _TRIES = 3
+#: A fingerprint that takes less, in seconds, is not worth a thread.
+_AT_ONCE_S = 0.001
 #: A failure that took longer than this is remembered so long, in seconds.
 _FAILED_QUICKLY_S, _REMEMBERED_S = 2.0, 30.0
 
@@ -96,6 +98,8 @@ class Snapshots:
     def __init__(self, ground: Ground, environments: Environments, workdir_override: str | None) -> None:
         self._ground, self._environments, self._workdir_override = ground, environments, workdir_override
         self._known: dict[str, tuple[str, Snapshot]] = {}
+        #: Seconds that the last fingerprint of a task took.
+        self._took_s: dict[str, float] = {}
         self._failed: dict[str, tuple[str, float, TaskError]] = {}
         self._making: dict[str, asyncio.Task[Snapshot]] = {}
 
@@ -119,6 +123,8 @@ class Snapshots:
         """
         making = self._making.get(task.task_id)
         if making is None:
+            if (known := self._known_now(task)) is not None:
+                return known
             making = asyncio.create_task(self._get(task))
             self._making[task.task_id] = making
             making.add_done_callback(lambda done: self._made(task, done))
@@ -129,6 +135,23 @@ class Snapshots:
             if waiter is not None and waiter.cancelling():
                 raise
             raise SandboxError("the engine was stopped while the task's environment was made") from None
+
+    def _known_now(self, task: Task) -> Snapshot | None:
+        """The snapshot that is known, if it is known in no time that it still holds."""
+        known = self._known.get(task.task_id)
+        if known is None or self._took_s[task.task_id] > _AT_ONCE_S:
+            return None
+        try:
+            return known[1] if self._fingerprint(task) == known[0] else None
+        except OSError:
+            return None
+
+    def _fingerprint(self, task: Task) -> str:
+        begun = time.monotonic()
+        try:
+            return sources.fingerprint(task)
+        finally:
+            self._took_s[task.task_id] = time.monotonic() - begun
 
     def _made(self, task: Task, done: "asyncio.Task[Snapshot]") -> None:
         self._making.pop(task.task_id, None)
@@ -142,7 +165,7 @@ class Snapshots:
         await asyncio.gather(*self._making.values(), return_exceptions=True)
 
     async def _get(self, task: Task) -> Snapshot:
-        fingerprint = await asyncio.to_thread(sources.fingerprint, task)
+        fingerprint = await asyncio.to_thread(self._fingerprint, task)
         known = self._known.get(task.task_id)
         if known is not None and known[0] == fingerprint:
             return known[1]

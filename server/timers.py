@@ -13,7 +13,7 @@ class Timers:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, busy: Callable[[], bool], end: Callable[[End, str], None]
+        self, loop: asyncio.AbstractEventLoop, busy: Callable[[], bool], end: Callable[[End, str], object]
     ) -> None:
         self._loop, self._busy, self._end = loop, busy, end
         self._last_active = loop.time()

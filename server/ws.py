@@ -7,8 +7,8 @@ its episode at once, and it needs none of the 2,400 modules that importing opene
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import structlog
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
@@ -25,6 +25,7 @@ from tbench2_env.server.tasks import UnknownTask
 from tbench2_env.server.wire import serialize
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 #: Bytes of one message, as much as the client accepts in return.
 MESSAGE_MAX_BYTES = 100 << 20
@@ -61,21 +62,23 @@ async def _admit(services: Services) -> Slot | None:
 
 
 class _Connection:
-    """One connection: a task that reads ahead, and the loop that answers."""
+    """One connection: the task that answers, and one that reads ahead and interrupts it when the client is gone."""
 
     def __init__(self, websocket: WebSocket, services: Services, slot: Slot | None) -> None:
         self._websocket = websocket
         self._session = Session(services, slot)
         self._messages: asyncio.Queue[str] = asyncio.Queue()
         self._ahead = 0
+        self._gone = False
+        self._interruptible: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
         """Raises: CapacityReached when no slot came free for a reset; the connection is then of no use."""
         reader = asyncio.create_task(self._read())
         end = End.DISCONNECTED
         try:
-            while (answer := await self._answer_next(reader)) is not None:
-                await self._unless_gone(reader, self._websocket.send_text(answer))
+            while (answer := await self._answer_next()) is not None:
+                await self._unless_gone(self._websocket.send_text(answer))
             end = End.CLOSED
         except ClientGone:
             return
@@ -88,40 +91,48 @@ class _Connection:
 
     async def _read(self) -> None:
         """Ends when the client is gone."""
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            while True:
-                message = await self._websocket.receive()
-                if message["type"] == "websocket.disconnect":
-                    return
-                text = message.get("text")
-                if text is None:
-                    text = message.get("bytes", b"").decode(errors="replace")
-                self._ahead += len(text)
-                if self._ahead > _AHEAD_MAX:
-                    return
-                self._messages.put_nowait(text)
-
-    async def _unless_gone(self, reader: "asyncio.Task[None]", work: Awaitable[Any]) -> Any:
-        """The result of `work`, which is cancelled at once when the client is gone. Raises: ClientGone."""
-        task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task, reader], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                while (text := await self._receive()) is not None:
+                    self._messages.put_nowait(text)
+        finally:
+            self._gone = True
+            if self._interruptible is not None:
+                self._interruptible.cancel()
+
+    async def _receive(self) -> str | None:
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            return None
+        text: str | None = message.get("text")
+        if text is None:
+            text = message.get("bytes", b"").decode(errors="replace")
+        self._ahead += len(text)
+        return None if self._ahead > _AHEAD_MAX else text
+
+    async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled at once when the client is gone. Raises: ClientGone."""
+        if self._gone:
+            work.close()
+            raise ClientGone
+        task = self._interruptible = asyncio.current_task()
+        assert task is not None
+        try:
+            return await work
         except (WebSocketDisconnect, RuntimeError) as error:
             raise ClientGone from error
+        except asyncio.CancelledError:
+            if self._gone and task.uncancel() == 0:
+                raise ClientGone from None
+            raise
         finally:
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-        raise ClientGone
+            self._interruptible = None
 
-    async def _answer_next(self, reader: "asyncio.Task[None]") -> str | None:
+    async def _answer_next(self) -> str | None:
         """The answer to the next message; None when the client wants to close."""
         # What has come is answered even if the connection has ended since: a close message is a close, not a loss.
         queued = not self._messages.empty()
-        text = self._messages.get_nowait() if queued else await self._unless_gone(reader, self._messages.get())
+        text = self._messages.get_nowait() if queued else await self._unless_gone(self._messages.get())
         self._ahead -= len(text)
         try:
             message = json.loads(text)
@@ -132,8 +143,7 @@ class _Connection:
         kind = message.get("type")
         if kind == "close":
             return None
-        answer: str = await self._unless_gone(reader, self._answer(kind, message.get("data")))
-        return answer
+        return await self._unless_gone(self._answer(kind, message.get("data")))
 
     async def _answer(self, kind: Any, data: Any) -> str:
         try:

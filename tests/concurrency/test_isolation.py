@@ -74,7 +74,7 @@ async def test_ps_shows_nothing_of_others(server: Server) -> None:
         await b.exec("sleep 613", session_id="t", block=False)
         assert (await b.exec("pgrep -c 'sleep'")).output == "2\n"
         lines = (await a.exec("ps axo comm=")).output.split()
-        assert sorted(set(lines)) == ["bash", "memfd:pause", "ps"]
+        assert sorted(set(lines)) == ["bash", "memfd:start", "ps"]
         assert len((await a.exec("echo /proc/[0-9]*")).output.split()) == 2
 
 

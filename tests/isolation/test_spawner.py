@@ -13,7 +13,7 @@ import pytest
 
 from support.server import descendants
 from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import Rung, SpawnerConfig
+from tbench2_env.isolation.spec import Limits, Rung, SandboxSpec, SpawnerConfig, Usage
 
 from .conftest import StartRig
 from .doomed import HELPERS, PROCESSES_IN_ALL, SANDBOXES
@@ -24,6 +24,7 @@ from .rig import (
     Rig,
     children,
     first_process,
+    fresh_name,
     is_alive,
     own_descriptors,
     processes,
@@ -117,6 +118,23 @@ async def test_each_rung_of_the_ladder(start_rig: StartRig, rung: Rung) -> None:
     for attack in ("echo x >/proc/sys/kernel/hostname", "mount -t tmpfs x /mnt", "rmdir /tests", "mknod /b b 7 0"):
         assert (await rig.sh(sandbox, f"{attack}; exit")).status != 0, attack
     assert os.uname().nodename != "x"
+
+
+# ---------------------------------------------------------------- made ahead
+async def test_an_idle_sandbox_runs_nothing_and_has_no_cpu_before_it_is_adopted(rig: Rig) -> None:
+    limits = Limits(cpus=1)
+    idle = [await rig.spawner.create(SandboxSpec(fresh_name(), limits=limits), idle=True) for _ in range(4)]
+    rig.sandboxes += idle
+    with pytest.raises(SandboxError, match="dead"):
+        await rig.sh(idle[0], "echo early")
+    used = [await rig.create(limits=limits), idle[1]]
+    await idle[1].adopt()
+    found = [(await rig.sh(each, "grep Cpus_allowed_list /proc/self/status")).output for each in used]
+    assert len(set(found)) == min(2, os.cpu_count() or 1) or rig.spawner.host.enforcement["cpus"] == "cgroup"
+    os.kill(children(rig.pid)[-2], signal.SIGKILL)  # the last of the idle
+    await asyncio.wait_for(idle[3].died, 5)
+    with pytest.raises(SandboxError, match="no sandbox"):
+        await idle[3].adopt()
 
 
 # ---------------------------------------------------------------- many at once
@@ -232,14 +250,14 @@ async def test_stop_ends_whatever_runs(rig: Rig) -> None:
 @pytest.mark.parametrize("delay_s", [0, 0.002, 0.004, 0.008, 0.016, 0.032])
 async def test_stop_while_sandboxes_are_made_and_destroyed(rig: Rig, delay_s: float) -> None:
     first = await asyncio.gather(*(rig.create() for _ in range(8)))
-    under_way: list[asyncio.Future[Sandbox] | asyncio.Future[None]] = [
+    under_way: list[asyncio.Future[Sandbox] | asyncio.Future[Usage | None]] = [
         *(asyncio.ensure_future(rig.create()) for _ in range(16)),
         *(asyncio.ensure_future(sandbox.destroy()) for sandbox in first),
     ]
     await asyncio.sleep(delay_s)
     await rig.spawner.stop()
     for result in await asyncio.gather(*under_way, return_exceptions=True):
-        assert result is None or isinstance(result, SandboxError) or result in rig.sandboxes
+        assert result is None or isinstance(result, SandboxError | Usage) or result in rig.sandboxes
     assert list(rig.scratch.iterdir()) == []
 
 

@@ -28,7 +28,8 @@ def life_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def life_server(tmp_path_factory: pytest.TempPathFactory, life_tasks: Path) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("life"), life_tasks).start()
+    # Without warm sandboxes: tests kill and count first processes, and must know whose.
+    server = Server(tmp_path_factory.mktemp("life"), life_tasks, {"TB2_WARM": "0"}).start()
     yield server
     assert server.stop() == 0
     assert not list(server.scratch.iterdir()), "the scratch folder outlived the server"

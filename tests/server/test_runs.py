@@ -109,8 +109,9 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
     first, second, live = (runs.begin("t", name) for name in ("first", "second", "live"))
     for age, run in enumerate((live, second, first)):  # first is the oldest, live older than second
         os.utime(run.folder / "commands.jsonl", (1000 - age, 1000 - age))
-    runs.end(second)
-    runs.end(first)
+    runs.end(second, None)
+    runs.end(first, None)
+    runs.close()
     assert {path.name for path in tmp_path.iterdir()} == {"t.second", "t.live"}
 
 
@@ -119,17 +120,30 @@ def test_keeping_none(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     run = runs.begin("t", "x")
     run.record({"command": "x"})
-    runs.end(run)
+    runs.end(run, None)
+    runs.close()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_a_folder_that_is_gone_costs_the_line_only(tmp_path: Path) -> None:
-    run = Runs(tmp_path / "out", keep=1).begin("t", "x")
+    runs = Runs(tmp_path / "out", keep=1)
+    run = runs.begin("t", "x")
     (run.folder / "commands.jsonl").unlink()
     run.folder.rmdir()
     run.record({"command": "x"})
-    run.write_result({"reward": 1.0})
+    runs.end(run, {"reward": 1.0})
+    runs.close()
     assert not run.folder.exists()
+
+
+def test_a_damaged_result_is_nobodys(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, keep=1)
+    run = runs.begin("t", "x")
+    runs.end(run, {"episode_id": "x"})
+    runs.close()
+    assert runs.find("x") == run.folder
+    (run.folder / "result.json").write_text("[]")
+    assert runs.find("x") is None
 
 
 def test_any_text_can_be_recorded(tmp_path: Path) -> None:

@@ -177,8 +177,21 @@ def test_the_fingerprint_changes_with_the_files_and_with_head(task: Task) -> Non
     seen.append(fingerprint(task))
     (task.path / "tests" / "link").unlink()
     seen.append(fingerprint(task))
-    git(task.path.parent, "commit", "--allow-empty", "--message", "x")
+    repo, linked = task.path.parent, Task("t", task.path.parent.parent / "linked" / "t")
+    git(repo, "commit", "--allow-empty", "--message", "x")
     seen.append(fingerprint(task))
+    git(repo, "pack-refs", "--all")
+    packed = fingerprint(task)
+    git(repo, "commit", "--allow-empty", "--message", "y")
+    seen.append(fingerprint(task))
+    assert packed not in seen
+    git(repo, "checkout", "-q", "--detach", "HEAD~1")
+    seen.append(fingerprint(task))
+    git(repo, "worktree", "add", "-q", "-b", "linked", str(linked.path.parent))
+    seen.append(fingerprint(linked))
+    git(linked.path.parent, "commit", "--allow-empty", "--message", "z")
+    seen.append(fingerprint(linked))
+    assert fingerprint(linked) == seen[-1]
     assert len(set(seen)) == len(seen)
 
 
