@@ -17,7 +17,7 @@ extended attributes of files, and changed times are not looked at.
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -34,6 +34,7 @@ _COMPARED_MAX_BYTES = 1 << 20
 #: The same for who must not be fooled by a time set back; beyond it they count as modified.
 _THOROUGH_MAX_BYTES = 64 << 20
 _CHUNK = 1 << 18
+Wanted = Callable[["os.DirEntry[str]"], bool]
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -138,11 +139,14 @@ class Worktree:
     # ------------------------------------------------------------ one entry
     def look(self, folder: Folder, name: str) -> Change | None:
         """What was done to the entry `name` itself, whatever is in it; None if nothing was."""
-        before, now, path = self._below(folder.below, name), _lstat(name, folder.fd), f"{folder.path}/{name}"
+        now, path = _lstat(name, folder.fd), f"{folder.path}/{name}"
         if not folder.path and name in self._own:
             return None
+        if now is None and not folder.alone:  # most of what is asked for was not touched: the layers below need no look
+            return None
+        before = self._below(folder.below, name)
         if now is None:
-            return Change(path, Kind.DELETED, None, before.info) if folder.alone and before is not None else None
+            return None if before is None else Change(path, Kind.DELETED, None, before.info)
         if _is_whiteout(now):
             return None if before is None else Change(path, Kind.DELETED, None, before.info)
         if stat.S_ISDIR(now.st_mode):
@@ -333,22 +337,26 @@ class Worktree:
         return found
 
     # ------------------------------------------------------------ all of a folder
-    def names(self, folder: Folder, budget: Budget) -> list[str]:
+    def names(self, folder: Folder, budget: Budget, wanted: Wanted | None = None) -> list[str]:
         """What the upper has in a folder, sorted, and what is gone with a replaced folder."""
         found = set() if folder.path else set(self._own)
         with os.scandir(folder.fd) as entries:
             for entry in entries:
                 if not budget.take():
                     break
-                found.add(entry.name)
+                if wanted is None or wanted(entry):
+                    found.add(entry.name)
         for layer in folder.below if folder.alone else ():
             with os.scandir(layer) as entries:
                 found.update(entry.name for entry in entries if budget.take())
         return sorted(found)
 
-    def walk(self, folder: Folder, budget: Budget) -> Iterator[Change]:
-        """The changes in a folder and below, each folder before what is in it, until the budget is used up."""
-        places: list[tuple[Folder, str]] = [(folder, name) for name in reversed(self.names(folder, budget))]
+    def walk(self, folder: Folder, budget: Budget, wanted: Wanted | None = None) -> Iterator[Change]:
+        """The changes in a folder and below, each folder before what is in it, until the budget is used up.
+
+        `wanted` says of each entry of the upper whether it is looked at, so that the rest costs next to nothing.
+        """
+        places: list[tuple[Folder, str]] = [(folder, name) for name in reversed(self.names(folder, budget, wanted))]
         while places and not budget.exceeded:
             parent, name = places.pop()
             change = self.look(parent, name)
@@ -362,7 +370,7 @@ class Worktree:
                 yield Change(f"{parent.path}/{name}", Kind.UNREADABLE, None)
                 continue
             if inner is not None:
-                places += [(inner, each) for each in reversed(self.names(inner, budget))]
+                places += [(inner, each) for each in reversed(self.names(inner, budget, wanted))]
 
 
 def _lstat(path: str, folder_fd: int | None = None) -> os.stat_result | None:

@@ -8,18 +8,18 @@ from typing import Any
 
 from tbench2_env.isolation.sandbox import Sandbox, SandboxError
 from tbench2_env.isolation.spec import Network
-from tbench2_env.server import shell, verifier
+from tbench2_env.server import shell, threads, verifier
 from tbench2_env.server.actions import Answer
 from tbench2_env.server.allotment import Allotment
 from tbench2_env.server.ending import CheckAlive
 from tbench2_env.server.runs import Run, iso
 from tbench2_env.server.services import Services
 from tbench2_env.server.snapshots import Snapshot
-from tbench2_env.server.tamper import Watch
-from tbench2_env.server.toolchain import offer
+from tbench2_env.server.toolchain import offer, pins
 from tbench2_env.server.toolchain.kit import Kit
 from tbench2_env.server.toolchain.uv_cache import UvCache
 from tbench2_env.server.verifier import NoVerdict, Reason, Verdict
+from tbench2_env.server.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,31 +79,33 @@ class Evaluations:
             self._run.forget_evidence()
             self._without_verdict(NoVerdict(reason, f"no verdict: {message}"))
 
-    async def measure(self) -> None:
-        """Raises: SandboxError."""
-        self.usage = dataclasses.asdict(await self._sandbox.usage())
-
     def close(self) -> None:
         self._runner.close()
 
     async def _verify(self, keep: bool) -> Answer:
         check_alive = self._subject.check_alive
         try:
-            async with self._offered() as offered, self._watch.evaluation() as covers:
-                grade = verifier.Grade(self._sandbox, self._snapshot, self._env, covers, offered)
-                verdict = await verifier.verify(grade, self._runner, self._run.verifier_folder)
-            await check_alive()
-            await self.measure()
+            async with self._offered() as offered:
+                covers, alive = await threads.both(self._watch.before(), self._sandbox.process_names())
+                grade = verifier.Grade(self._sandbox, self._snapshot, self._env, alive, covers, offered)
+                result = await verifier.run(grade, self._runner)
+                await check_alive(0)
+                judging = self._watch.after(lambda: verifier.judge(grade, result, self._run.verifier_folder))
+                verdict, usage = await threads.both(judging, self._sandbox.usage(confirm=True))
+            self.usage = dataclasses.asdict(usage)
             await check_alive(0)
         except NoVerdict as none:
             await check_alive()
             return self._without_verdict(none)
+        except SandboxError:
+            await check_alive()  # what failed because it died failed for that reason
+            raise
         return self._with_verdict(verdict, done=not keep)
 
     def _offered(self) -> AbstractAsyncContextManager[offer.Offer]:
         """What a verifier gets of the kit or the uv cache that there is now."""
         script = self._snapshot.test_script
-        if script is None:
+        if script is None or not pins.read(script.text).uses_any:
             return nullcontext(offer.Offer())
         kit = Kit.open(self._services.settings.cache_dir)
         network = self._subject.allotment.network.network is not Network.PRIVATE

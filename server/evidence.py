@@ -66,16 +66,19 @@ def collect(folder: Path, reports: Sequence[str], result: Result, alive: list[st
     `reports` are the names of the CTRF files that its test.sh asks for. Blocks: call it in a thread.
     """
     there = [name for name in reports if os.path.lexists(folder / name)]
-    with contextlib.suppress(OSError):
-        kept.mkdir(exist_ok=True)
-    forget(kept)
+    try:
+        kept.mkdir()
+    except FileExistsError:
+        forget(kept)
+    except OSError:  # nothing can be kept
+        pass
     # Its bound is TB2_OUTPUT_LIMIT_BYTES; the text says where something was cut.
     with contextlib.suppress(OSError):
         replace(kept / LOG, result.output.encode(errors="replace"))
     for name in _REWARD_FILES:
         _keep(folder / name, kept / name)
-    _keep(folder / (there or [REPORT])[0], kept / REPORT)
-    tests = read_report(kept / REPORT)
+    has_report = _keep(folder / (there or [REPORT])[0], kept / REPORT)
+    tests = read_report(kept / REPORT) if has_report else None
     return Evidence(result.exit_code, result.seconds, alive, frozenset(there), tests)
 
 
@@ -88,17 +91,21 @@ def forget(kept: Path) -> None:
 
 def replace(path: Path, data: bytes) -> None:
     """Have the file as a whole; who reads the old one goes on with that. Raises: OSError."""
-    fresh = path.with_name(f"{path.name}.new")
+    fresh = Path(f"{path}.new")
     fresh.write_bytes(data)
     fresh.rename(path)
 
 
-def _keep(source: Path, target: Path) -> None:
+def _keep(source: Path, target: Path) -> bool:
+    """Whether it is there."""
     with contextlib.suppress(OSError, ValueError):
         file = open_regular(source, FILE_MAX_BYTES)
         if file is not None:
             with file:
-                replace(target, file.read(FILE_MAX_BYTES))
+                # A buffer of its size, not of the most that it may have.
+                replace(target, file.read(os.fstat(file.fileno()).st_size))
+            return True
+    return False
 
 
 def open_regular(path: Path, max_bytes: int) -> BinaryIO | None:

@@ -3,6 +3,7 @@
 A harness that could not be fetched writes 0 as one that found a wrong solution does (TASKS.md, "A silent false zero").
 """
 
+import functools
 import posixpath
 import re
 from collections.abc import Collection, Iterator
@@ -44,7 +45,7 @@ class Script:
 
     text: str
 
-    @property
+    @functools.cached_property
     def ctrf_names(self) -> tuple[str, ...]:
         """Names of the files in /logs/verifier that it asks for with `--ctrf`, one for each such option.
 

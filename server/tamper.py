@@ -18,31 +18,23 @@ Not seen: what the agent's processes change while the verifier runs, and names t
 in the working directory.
 """
 
-import asyncio
 import fnmatch
+import functools
 import os
 import posixpath
 import re
 import stat
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tbench2_env.isolation.changes import Budget, Change, Folder, Kind, Worktree
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError
-from tbench2_env.isolation.spec import Cover
-from tbench2_env.server import cleanstart, trusted
+from tbench2_env.server import trusted
 from tbench2_env.server.packages import Packages, source_of
 from tbench2_env.server.tampered import Tampered, printable
-from tbench2_env.server.verifier import NoVerdict, Reason
 
-#: What `info.tampered` holds; of the rest it has the count.
-REPORTED_MAX = 200
 #: Entries of the upper that are looked at, in trusted folders only; a worktree with more there is itself reported.
 _ENTRIES_MAX = 50_000
 #: Of a new python package so many entries are looked at: its RECORD could be forged anyway.
 _NEW_PACKAGE_MAX = 1_000
-_NAMED_IN_DROP = 3
 #: Changes of the working directory that are looked at for links into /tests, and links that one of them leads through.
 _LINKS_MAX, _LINK_HOPS = 10_000, 8
 _THROUGH_PROC = re.compile(r"^/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/root(?:/|$)")
@@ -55,6 +47,10 @@ _CACHE_MAX_BYTES = 4 << 20
 _HAS_IMPORT = re.compile(rb"^import[ \t]", re.MULTILINE)
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 _METADATA_FOLDERS = (".dist-info", ".egg-info")
+
+
+#: What was done to a folder, and the folder if the upper has it.
+_Step = tuple[Change | None, Folder | Change | None]
 
 
 def find_tampered(worktree: Worktree, env: Mapping[str, str], workdir: str) -> list[Tampered]:
@@ -79,6 +75,7 @@ class _Scan:
         self._worktree, self._home, self._workdir = worktree, home.rstrip("/"), workdir.rstrip("/")
         self._program_folders = [posixpath.normpath(each) for each in path.split(":") if each.startswith("/")]
         self.budget = Budget(_ENTRIES_MAX)
+        self._steps: dict[tuple[str, str], _Step] = {}
         self._packages = Packages(worktree)
 
     def all(self) -> Iterator[Tampered]:
@@ -96,28 +93,41 @@ class _Scan:
         yield from in_python
 
     # ------------------------------------------------------------ patterns
-    def _match(self, pattern: str) -> Iterator[Change]:
+    def _match(self, pattern: str) -> Iterable[Change]:
         """The changes of what a pattern names, and of folders above it."""
-        names = pattern.replace("~", self._home, 1).strip("/").split("/")
-        yield from self._match_below(self._worktree.root, names)
+        root, names = self._worktree.root, _names_of(pattern, self._home)
+        if len(names) > 1 and not _is_pattern(names[0]) and self._first_step(root, names[0]) == (None, None):
+            return ()
+        return self._match_below(root, names)
 
-    def _match_below(self, folder: Folder, names: list[str]) -> Iterator[Change]:
+    def _match_below(self, folder: Folder, names: Sequence[str]) -> Iterator[Change]:
         name, *rest = names
         if name == "**":
             yield from self._worktree.walk(folder, self.budget)
             return
-        is_pattern = any(character in name for character in "*?[")
+        is_pattern = _is_pattern(name)
         for each in fnmatch.filter(self._worktree.names(folder, self.budget), name) if is_pattern else (name,):
-            change = self._worktree.look(folder, each)
-            try:
-                inner = self._worktree.enter(folder, each) if rest else None
-            except OSError:
-                yield Change(f"{folder.path}/{each}", Kind.UNREADABLE, None)
+            if not rest:
+                if (change := self._worktree.look(folder, each)) is not None:
+                    yield change
                 continue
-            if inner is not None and (change is None or change.kind is not Kind.RENAMED):
+            change, inner = self._step(folder, each) if is_pattern else self._first_step(folder, each)
+            if isinstance(inner, Change):
+                yield inner
+            elif inner is not None and (change is None or change.kind is not Kind.RENAMED):
                 yield from self._match_below(inner, rest)
-            elif change is not None and (not rest or change.kind is not Kind.ADDED or _is_link(change)):
+            elif change is not None and (change.kind is not Kind.ADDED or _is_link(change)):
                 yield change
+
+    def _step(self, folder: Folder, name: str) -> "_Step":
+        return self._worktree.look(folder, name), self._enter(folder, name)
+
+    def _first_step(self, folder: Folder, name: str) -> "_Step":
+        """The same, remembered: patterns have few folders among them, of which most episodes touch none."""
+        key = (folder.path, name)
+        if key not in self._steps:
+            self._steps[key] = self._step(folder, name)
+        return self._steps[key]
 
     def _from_workdir(self) -> Iterator[Tampered]:
         folder = self._worktree.find(self._workdir) if self._workdir else self._worktree.root
@@ -137,7 +147,7 @@ class _Scan:
         folder = self._worktree.find(self._workdir) if self._workdir else None
         if not isinstance(folder, Folder):
             return
-        for change in self._worktree.walk(folder, Budget(_LINKS_MAX)):
+        for change in self._worktree.walk(folder, Budget(_LINKS_MAX), _may_lead_on):
             if _is_link(change) and self._leads_to_tests(change.path):
                 yield Tampered(change, "a link to what only verifiers have", never=True)
 
@@ -330,73 +340,22 @@ class _Scan:
         return source is not None and self._worktree.below(source) is not None
 
 
+@functools.lru_cache(maxsize=512)
+def _names_of(pattern: str, home: str) -> tuple[str, ...]:
+    return tuple(pattern.replace("~", home, 1).strip("/").split("/"))
+
+
+def _is_pattern(name: str) -> bool:
+    return "*" in name or "?" in name or "[" in name
+
+
 def _is_link(change: Change) -> bool:
     return change.now is not None and stat.S_ISLNK(change.now.st_mode)
 
 
+def _may_lead_on(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_symlink() or entry.is_dir(follow_symlinks=False)
+
+
 def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-# ---------------------------------------------------------------- around a verifier
-class Watch:
-    """What was found at the evaluations of one episode."""
-
-    def __init__(self, sandbox: Sandbox, env: Mapping[str, str], workdir: str, mode: str) -> None:
-        """`mode` is that of TB2_TAMPER."""
-        self._sandbox, self._env, self._workdir, self._mode = sandbox, dict(env), workdir, mode
-        self._found: list[Tampered] = []
-        self._of_verifiers: set[tuple[object, ...]] = set()
-
-    def info(self) -> dict[str, Any]:
-        """`tampered` of the last evaluation, and `tampered_more`: how many more there are."""
-        info: dict[str, Any] = {"tampered": [each.describe() for each in self._found[:REPORTED_MAX]]}
-        if len(self._found) > REPORTED_MAX:
-            info["tampered_more"] = len(self._found) - REPORTED_MAX
-        return info
-
-    @asynccontextmanager
-    async def evaluation(self) -> AsyncIterator[list[Cover]]:
-        """Around a verifier: look before it runs, say what it is not to see, and remember what it changed itself.
-
-        Raises: NoVerdict with TB2_TAMPER=drop; SandboxError when the episode is gone.
-        """
-        found = await self._look()
-        fresh = [each for each in found if each.identity not in self._of_verifiers]
-        self._found = [each for each in fresh if not each.quiet]
-        if self._found and self._mode == "drop":
-            paths = ", ".join(printable(each.change.path) for each in self._found[:_NAMED_IN_DROP])
-            more = f" and {len(self._found) - _NAMED_IN_DROP} more" if len(self._found) > _NAMED_IN_DROP else ""
-            raise NoVerdict(Reason.TAMPERED, f"no verdict: what verifiers trust was changed: {paths}{more}")
-        try:
-            yield self._covers(fresh)
-        except NoVerdict:
-            await self._settle()
-            raise
-        await self._settle()
-
-    def _covers(self, found: list[Tampered]) -> list[Cover]:
-        shared = cleanstart.Shared(self._env.get("HOME", "/root"), self._workdir)
-        try:
-            return cleanstart.covers(found, shared, restore=self._mode == "restore")
-        except cleanstart.CannotHide as error:
-            path = printable(str(error))
-            message = f"no verdict: a verifier must not see {path}, and it cannot be hidden as it is"
-            raise NoVerdict(Reason.TAMPERED, message) from None
-
-    async def _settle(self) -> None:
-        agents = {each.identity for each in self._found}
-        self._of_verifiers = {each.identity for each in await self._look()} - agents
-
-    async def _look(self) -> list[Tampered]:
-        try:
-            return await asyncio.to_thread(self._scan)
-        except OSError as error:
-            await self._sandbox.confirm()  # says what died, if that is why
-            raise SandboxError(f"the episode's worktree cannot be read: {error}") from error
-
-    def _scan(self) -> list[Tampered]:
-        if not self._sandbox.has_worktree:
-            return []
-        with self._sandbox.worktree(thorough=True) as worktree:
-            return find_tampered(worktree, self._env, self._workdir)

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Stopped(Exception):
@@ -53,6 +54,16 @@ async def gather(works: Iterable[Callable[[], Awaitable[T]]], limit: int) -> lis
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """The results of two that run at once. The first one's error ends the other, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = group.create_task(one), group.create_task(other)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return tasks[0].result(), tasks[1].result()
 
 
 async def _finish(work: Awaitable[T], cancel: Callable[[], None]) -> T:

@@ -1,6 +1,5 @@
 """The verifier: runs the task's harness out of the agent's reach and reads its verdict from the server's side."""
 
-import asyncio
 import dataclasses
 import json
 import math
@@ -13,8 +12,7 @@ from typing import Any
 
 from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import CommandSpec, Cover
-from tbench2_env.server import evidence
-from tbench2_env.server.evidence import Evidence, open_regular
+from tbench2_env.server.evidence import Evidence, collect, open_regular
 from tbench2_env.server.shell import BASH, Result, Runner
 from tbench2_env.server.snapshots import Snapshot
 from tbench2_env.server.toolchain.offer import Offer
@@ -62,32 +60,38 @@ class Verdict:
 @dataclass(frozen=True)
 class Grade:
     """What is graded and how: `env` is the episode's environment with task.toml's [verifier.env], to which the offer's
-    is added."""
+    is added. `alive` are the names of the agent's processes."""
 
     sandbox: Sandbox
     snapshot: Snapshot
     env: Mapping[str, str]
+    alive: list[str]
     covers: Sequence[Cover] = ()
     offer: Offer = field(default_factory=Offer)
 
 
-async def verify(grade: Grade, runner: Runner, results: Path) -> Verdict:
-    """Run the harness; its files are kept in the folder `results`.
-
-    Raises: NoVerdict, SandboxError.
-    """
+async def run(grade: Grade, runner: Runner) -> Result:
+    """Run the harness. Raises: NoVerdict, SandboxError."""
     sandbox, snapshot = grade.sandbox, grade.snapshot
     if not snapshot.has_tests:
         raise NoVerdict(Reason.TESTS_MISSING, "no verdict: the task has no tests/ folder")
     if grade.offer.refuse is not None:
         raise NoVerdict(Reason.HARNESS_BROKEN, f"no verdict: {grade.offer.refuse}")
     command = _command(snapshot, {**grade.env, **grade.offer.env})
-    alive = await sandbox.process_names()
-    result = await runner.run(
+    return await runner.run(
         lambda fds: sandbox.start_verifier(command, fds, snapshot.name, grade.covers, grade.offer.provided),
         snapshot.config.verifier.timeout_sec,
     )
-    evidence = await _collect(sandbox, snapshot, result, alive, results)
+
+
+def judge(grade: Grade, result: Result, results: Path) -> Verdict:
+    """What its harness said of the episode; its files are kept in the folder `results`. Blocks: call it in a thread.
+
+    Raises: NoVerdict.
+    """
+    sandbox, snapshot = grade.sandbox, grade.snapshot
+    names = snapshot.test_script.ctrf_names if snapshot.test_script else ()
+    evidence = collect(sandbox.verifier_folder, names, result, grade.alive, results)
     evidence = dataclasses.replace(evidence, toolchain=grade.offer.describe)
     tail = result.output[-OUTPUT_TAIL:]
     try:
@@ -97,18 +101,6 @@ async def verify(grade: Grade, runner: Runner, results: Path) -> Verdict:
         message = f"{none}; the toolchain has not: {missing}" if missing else str(none)
         raise NoVerdict(none.reason, message, tail, evidence) from None
     return Verdict(reward, tail, evidence, HARNESS if snapshot.test_script else None, rewards)
-
-
-async def _collect(sandbox: Sandbox, snapshot: Snapshot, result: Result, alive: list[str], results: Path) -> Evidence:
-    names = snapshot.test_script.ctrf_names if snapshot.test_script else ()
-    collecting = asyncio.ensure_future(
-        asyncio.to_thread(evidence.collect, sandbox.verifier_folder, names, result, alive, results)
-    )
-    try:
-        return await asyncio.shield(collecting)
-    finally:
-        if not collecting.done():  # cancelled: the next verifier must not meet it
-            await asyncio.wait([collecting])
 
 
 def _command(snapshot: Snapshot, env: Mapping[str, str]) -> CommandSpec:

@@ -45,7 +45,7 @@ def make(kit: Kit | None, script: str, env: Mapping[str, str], *, network: bool,
     that `env` has already stay as they are, but for PATH. `warm` is for where there is no kit.
     """
     wanted = pins.read(script)
-    if not (wanted.uses_uv or wanted.uses_pip):
+    if not wanted.uses_any:
         return Offer()
     if kit is None:
         return _without_kit(warm, env) if wanted.uses_uv else _nothing(_NO_KIT)

@@ -5,6 +5,7 @@ to plain text; of uv and pip the commands that test scripts have (TASKS.md, "tes
 understand it says (`Pins.unclear`) and does not guess.
 """
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +85,12 @@ class Pins:
     def uses_pip(self) -> bool:
         return any(each.tool == "pip" for each in self.environments)
 
+    @property
+    def uses_any(self) -> bool:
+        return self.uses_uv or self.uses_pip
 
+
+@functools.lru_cache(maxsize=256)
 def read(text: str) -> Pins:
     """What a test.sh with this text installs."""
     reader = _Reader()

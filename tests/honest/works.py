@@ -94,7 +94,7 @@ WORKS = {
         (
             "mkdir -p /data; cat > /usr/local/sbin/ticker <<'EOF'\n#!/bin/bash\n"
             "while :; do date +%s%N >> /data/ticks; sleep 0.1; done\nEOF\nchmod +x /usr/local/sbin/ticker",
-            "setsid ticker >/dev/null 2>&1 </dev/null & disown",
+            "setsid ticker >/dev/null 2>&1 </dev/null & disown; until [ -s /data/ticks ]; do sleep 0.01; done",
         ),
         "before=$(wc -l < /data/ticks)\nfor i in {1..50}; do sleep 0.1; "
         "[ $(wc -l < /data/ticks) -gt $((before + 1)) ] && break; done\n"

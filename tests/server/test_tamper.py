@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.server import MakeServer, Server
+from support.server import MakeServer, Server, eventually
 from tbench2_env.models import StepResult, Tbench2Observation
 
 from .conftest import AddTask
@@ -81,9 +81,9 @@ async def test_the_verdict_is_given_all_the_same(server: Server) -> None:
     result = await evaluated(server, "echo ok > out.txt; echo > /conftest.py")
     assert result.reward == 1.0
     assert found(result) == {"/conftest.py": "added"}
-    ended = [json.loads(path.read_text()) for path in server.runs.glob("ok.*/result.json")]
-    paths = [each["path"] for result in ended for each in result.get("evaluation", {}).get("tampered", [])]
-    assert "/conftest.py" in paths
+    record = server.runs / f"ok.{result.observation.metadata['episode_id']}" / "result.json"
+    eventually(record.exists, 3.0)  # it may come after the client's goodbye
+    assert [each["path"] for each in json.loads(record.read_text())["evaluation"]["tampered"]] == ["/conftest.py"]
 
 
 async def test_the_list_is_cut(server: Server) -> None:
@@ -159,6 +159,14 @@ async def test_what_a_verifier_changes_is_not_the_agents(server: Server, add_tas
         assert found(await env.evaluate()) == {"/usr/local/bin/wget": "added"}
         await env.exec("printf z > /usr/local/bin/curl; rm /usr/local/bin/wget")
         assert found(await env.evaluate()) == {"/usr/local/bin/curl": "added"}
+
+
+async def test_what_verifiers_never_see_stays_hidden_the_next_time(server: Server, add_task: AddTask) -> None:
+    task = add_task("test -e ~/.config/pip/pip.conf; echo $? > /logs/verifier/reward.txt")
+    async with server.client() as env:
+        await env.reset(task_id=task)
+        await env.exec("mkdir -p ~/.config/pip; echo > ~/.config/pip/pip.conf")
+        assert [(await env.evaluate()).reward for _ in range(2)] == [1.0, 1.0]
 
 
 async def test_without_a_verdict_there_is_a_report_too(server: Server, add_task: AddTask) -> None:
