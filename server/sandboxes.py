@@ -1,11 +1,10 @@
 """Sandboxes, of episodes and of builds, with the way out that their network needs."""
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 
 from tbench2_env.isolation.sandbox import Sandbox, SandboxError, Spawner
-from tbench2_env.isolation.spec import Network, SandboxSpec
+from tbench2_env.isolation.spec import Network, SandboxSpec, Usage
 from tbench2_env.server.networks import Choice
 from tbench2_env.server.proxy import EgressError, EgressProxy, proxy_env
 
@@ -15,9 +14,11 @@ def network_env(choice: Choice) -> Mapping[str, str]:
     return proxy_env() if choice.network is Network.PROXY else {}
 
 
-async def open_sandbox(spawner: Spawner, spec: SandboxSpec, choice: Choice, proxy: EgressProxy) -> Sandbox:
-    """A new sandbox whose network, `choice.network`, leads out. Raises: SandboxError."""
-    sandbox = await spawner.create(spec)
+async def open_sandbox(
+    spawner: Spawner, spec: SandboxSpec, choice: Choice, proxy: EgressProxy, *, idle: bool = False
+) -> Sandbox:
+    """A new sandbox whose network, `choice.network`, leads out; see `Spawner.create`. Raises: SandboxError."""
+    sandbox = await spawner.create(spec, idle=idle)
     if sandbox.listener is None:
         return sandbox
     try:
@@ -30,8 +31,7 @@ async def open_sandbox(spawner: Spawner, spec: SandboxSpec, choice: Choice, prox
     return sandbox
 
 
-async def close_sandbox(sandbox: Sandbox, proxy: EgressProxy) -> None:
-    """End it and its connections; one that is dead already is no error."""
+async def close_sandbox(sandbox: Sandbox, proxy: EgressProxy) -> Usage | None:
+    """End it and its connections; answers as `Sandbox.destroy`, and so with nothing if it is dead already."""
     await proxy.remove(sandbox.spec.name)
-    with contextlib.suppress(SandboxError):
-        await sandbox.destroy()
+    return await sandbox.destroy()

@@ -39,6 +39,7 @@ class Settings(BaseSettings):
         "auto", pattern="^(auto|private|egress|host)$", validate_default=True, validation_alias="TB2_NETWORK"
     )
     limits: str = Field("task", pattern="^(task|off)$", validation_alias="TB2_LIMITS")
+    nice: int = Field(5, ge=0, le=19, validation_alias="TB2_NICE")
     tamper: str = Field("report", pattern="^(report|drop|restore)$", validation_alias="TB2_TAMPER")
     scratch_dir: Path | None = Field(None, validation_alias="TB2_SCRATCH_DIR")
     environment: str = Field("auto", pattern="^(auto|build|image)$", validation_alias="TB2_ENVIRONMENT")
@@ -48,6 +49,8 @@ class Settings(BaseSettings):
     docker_config: Path = Field(Path("~/.docker"), validation_alias="DOCKER_CONFIG")
     store_max_gb: float | None = Field(None, gt=0, allow_inf_nan=False, validation_alias="TB2_STORE_MAX_GB")
     max_concurrent_envs: int = Field(8, ge=1, validate_default=True, validation_alias="MAX_CONCURRENT_ENVS")
+    #: Sandboxes that are kept ready for resets to come, in all; 0: none.
+    warm: int = Field(8, ge=0, le=4096, validation_alias="TB2_WARM")
     enable_web_interface: bool = Field(False, validation_alias="ENABLE_WEB_INTERFACE")
     queue_timeout_s: float = Field(0.0, ge=0, le=86_400, validation_alias="TB2_QUEUE_TIMEOUT_S")
     own_idle_timeout_s: float | None = Field(None, ge=0, validation_alias="TB2_IDLE_TIMEOUT_S")

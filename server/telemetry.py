@@ -1,5 +1,6 @@
 """What the server tells about itself: its log and its metrics."""
 
+import asyncio
 import logging
 import sys
 import time
@@ -12,10 +13,14 @@ import structlog
 
 from tbench2_env.server.engine import Engines
 from tbench2_env.server.pool import Pool
+from tbench2_env.server.warm import Warm
 
 #: C0, DEL, C1, the Unicode line and paragraph separators, and what reorders text.
 _CONTROLS = (*range(32), *range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: ascii(chr(code))[1:-1] for code in _CONTROLS}
+_LAG_EVERY_S = 0.1
+_LAG_FORGOTTEN_S = 1.0
+_LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 _BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600)
 
 
@@ -65,20 +70,26 @@ def _log_libraries(shared: list[structlog.typing.Processor], renderer: structlog
 class Metrics:
     """Prometheus metrics of one server, in a registry of its own."""
 
-    def __init__(self, pool: Pool, engines: Engines) -> None:
+    def __init__(self, pool: Pool, engines: Engines, warm: Warm) -> None:
         self.registry = prometheus_client.CollectorRegistry()
         self._gauge("tbench2_slots_active", "Slots in use", lambda: pool.active)
         self._gauge("tbench2_slots", "Slots in all", lambda: pool.maximum)
         self._gauge("tbench2_queued", "Callers waiting for a slot", lambda: pool.queued)
+        self._gauge("tbench2_warm", "Sandboxes kept ready for resets to come", lambda: warm.count)
         self._gauge("tbench2_helper_restarts", "Spawners that died and were replaced", lambda: engines.restarts)
         self._gauge("tbench2_scratch_bytes", "Bytes of worktrees in the scratch", lambda: _scratch_bytes(engines))
         self.resets = self._counter("tbench2_resets", "Episodes begun, or failed to begin", "outcome")
+        self.sandboxes = self._counter("tbench2_sandboxes", "Episodes' sandboxes, made ahead or not", "temperature")
         self.rejections = self._counter("tbench2_rejections", "Callers turned away", "reason")
         self.verdicts = self._counter("tbench2_verdicts", "Evaluations", "outcome")
         self.ends = self._counter("tbench2_ends", "Episodes ended", "reason")
         self._seconds = prometheus_client.Histogram(
             "tbench2_seconds", "Seconds by phase", ["phase"], registry=self.registry, buckets=_BUCKETS_S
         )
+        self._lag = prometheus_client.Histogram(
+            "tbench2_loop_lag_seconds", "Lateness of a timer of the event loop", registry=self.registry,
+            buckets=_LAG_BUCKETS_S,
+        )  # fmt: skip
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         prometheus_client.Gauge(name, text, registry=self.registry).set_function(value)
@@ -94,6 +105,18 @@ class Metrics:
             yield
         finally:
             self._seconds.labels(phase).observe(time.perf_counter() - begun)
+
+    def watch_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Observe, ten times a second, how much later than it should be the loop comes round to a callback."""
+
+        def observe(due: float) -> None:
+            now = loop.time()
+            self._lag.observe(now - due)
+            # What falls into a pause is late, too, each by what is left of it; a host that slept is nobody's lag.
+            due = max(due, now - _LAG_FORGOTTEN_S) + _LAG_EVERY_S
+            loop.call_at(due, observe, due)
+
+        observe(loop.time())
 
     def text(self) -> bytes:
         """Prometheus' text format. Walks the scratch: call it in a thread."""

@@ -18,13 +18,16 @@ KINDS = {
     "tbench2_slots_active": "gauge",
     "tbench2_slots": "gauge",
     "tbench2_queued": "gauge",
+    "tbench2_warm": "gauge",
     "tbench2_helper_restarts": "gauge",
     "tbench2_scratch_bytes": "gauge",
     "tbench2_resets": "counter",
+    "tbench2_sandboxes": "counter",
     "tbench2_rejections": "counter",
     "tbench2_verdicts": "counter",
     "tbench2_ends": "counter",
     "tbench2_seconds": "histogram",
+    "tbench2_loop_lag_seconds": "histogram",
 }
 VERDICTS = {
     "reward_1": "echo 1 > /logs/verifier/reward.txt",
@@ -55,6 +58,7 @@ def test_the_names_and_kinds(metered: Server) -> None:
     assert kinds == KINDS
     assert all(family.documentation for name, family in families.items() if name in KINDS)
     assert metric(metered, "tbench2_slots") == 2
+    eventually(lambda: metric(metered, "tbench2_loop_lag_seconds_count") >= 5, 3)
 
 
 def test_every_verdict_moves_its_counter(metered: Server) -> None:

@@ -223,7 +223,7 @@ def test_a_network_that_there_is_not(tmp_path: Path, network_tasks: Path) -> Non
 # ---------------------------------------------------------------- what it costs, and leaves
 @pytest.mark.parametrize("way", ["veth", "slirp4netns", "proxy"])
 async def test_many_live_episodes(network: World, make_server: MakeServer, network_tasks: Path, way: str) -> None:
-    server = make_server(tasks=network_tasks, wrap=without(WAYS[way]))
+    server = make_server({"TB2_WARM": "0"}, tasks=network_tasks, wrap=without(WAYS[way]))
     count, per_episode = 64, int(way == "slirp4netns")
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(server.client()) for _ in range(count)]
@@ -249,7 +249,7 @@ async def test_what_an_ended_server_leaves(
     network: World, make_server: MakeServer, network_tasks: Path, tmp_path: Path, killed: str
 ) -> None:
     """Its helpers tidy up after a server that was killed. If they were, too, the next server's start does."""
-    scratch = {"TB2_SCRATCH_DIR": str(tmp_path / "scratch")}
+    scratch = {"TB2_SCRATCH_DIR": str(tmp_path / "scratch"), "TB2_WARM": "0"}
     server = make_server(scratch, tasks=network_tasks)
     async with episode(server, "public"), episode(server, "public"):
         assert len(network.interfaces()) == 2

@@ -79,6 +79,8 @@ def test_upstreams_other_variables_are_accepted(monkeypatch: pytest.MonkeyPatch)
         ("TB2_TASK_WORKDIR", "app"),
         ("TB2_LOG_FORMAT", "xml"),
         ("TB2_TAMPER", "perhaps"),
+        ("TB2_NICE", "-1"),
+        ("TB2_NICE", "20"),
     ],
 )
 def test_a_wrong_value_names_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

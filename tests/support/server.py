@@ -55,11 +55,14 @@ class Server:
     def pid(self) -> int:
         return self.process.pid
 
-    def start(self) -> Self:
+    def launch(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*self._argv, "--port", str(self.port)], env=self._env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
+
+    def start(self) -> Self:
+        self.launch()
         eventually(self._healthy, _START_TIMEOUT_S)
         return self
 
@@ -93,18 +96,29 @@ class Server:
         """Folders of episodes, live or in the trash."""
         return [str(path) for kind in ("episodes", "trash") for path in self.scratch.glob(f"tbench2-*/{kind}/*")]
 
+    def warm(self) -> int:
+        """Sandboxes that it keeps ready for resets to come."""
+        headers = {"authorization": f"Bearer {self._env.get('TB2_AUTH_TOKEN')}"}
+        with urllib.request.urlopen(urllib.request.Request(f"{self.url}/metrics", headers=headers)) as response:
+            lines = response.read().decode().splitlines()
+        return next(int(float(line.split()[1])) for line in lines if line.startswith("tbench2_warm "))
+
     def rss_bytes(self) -> int:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
     def assert_idle(self, within_s: float = 3.0) -> None:
-        """No process, worktree or mount of an episode is left; the egress proxy stays for the next."""
+        """No process, worktree or mount of an episode is left. The egress proxy stays for the next, and for half a
+        second warm sandboxes: a process and a worktree each."""
 
         def left() -> list[str]:
             return [line for line in self.descendants().values() if PROXY not in line]
 
-        eventually(lambda: len(left()) == HELPERS, within_s, lambda: f"processes left: {left()}")
-        eventually(lambda: not self.worktrees(), within_s, lambda: f"worktrees left: {self.worktrees()}")
+        def only_warm(count: int) -> bool:
+            return count == 0 or count == self.warm()
+
+        eventually(lambda: only_warm(len(left()) - HELPERS), within_s, lambda: f"processes left: {left()}")
+        eventually(lambda: only_warm(len(self.worktrees())), within_s, lambda: f"worktrees left: {self.worktrees()}")
         assert str(self.scratch) not in Path("/proc/self/mountinfo").read_text(), "a mount leaked into the host"
 
 
