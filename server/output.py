@@ -1,7 +1,6 @@
 """What a command prints: read as it comes, kept within a bound, turned into text."""
 
 import asyncio
-import collections
 import contextlib
 import fcntl
 import os
@@ -9,6 +8,9 @@ import re
 from collections.abc import Callable
 
 _READ_SIZE = 1 << 18
+#: A program that prints a line at a time (a build, a test run) would have the loop turn for each. After so many reads,
+#: one that brings less than this is followed by a pause, in which more gathers in the pipe.
+_EAGER_READS, _SMALL_READ, _GATHER_S = 16, 4096, 0.001
 #: Once a command has ended, what its background children still print is thrown away at most this often. Closing the
 #: pipe instead would kill a service at its next log line (SIGPIPE).
 _IDLE_READ_PERIOD_S = 0.05
@@ -22,8 +24,7 @@ class Capture:
     def __init__(self, limit_bytes: int) -> None:
         self._half = max(limit_bytes // 2, 1)
         self._head = bytearray()
-        self._tail: collections.deque[bytes] = collections.deque()
-        self._tail_size = 0
+        self._tail = bytearray()
         self.total = 0
 
     def feed(self, data: bytes) -> None:
@@ -33,15 +34,14 @@ class Capture:
             self._head += data[:room]
             data = data[room:]
         if data:
-            self._tail.append(data[-self._half :])
-            self._tail_size += len(self._tail[-1])
-            while self._tail_size - len(self._tail[0]) >= self._half:
-                self._tail_size -= len(self._tail.popleft())
+            self._tail += data[-self._half :]
+            # Not at each portion: what is cut off moves the rest.
+            if len(self._tail) > 2 * self._half:
+                del self._tail[: -self._half]
 
     def text(self) -> str:
         """As UTF-8, with wrong bytes replaced, terminal escapes removed and a line in place of what was cut."""
-        tail = b"".join(self._tail)
-        kept_tail = tail[-self._half :]
+        kept_tail = bytes(self._tail[-self._half :])
         cut = self.total - len(self._head) - len(kept_tail)
         if cut == 0:
             return to_text(bytes(self._head) + kept_tail)
@@ -67,9 +67,10 @@ class Reader:
         self._fd, self._feed = fd, feed
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._reads, self._finished = 0, False
         self.ended = asyncio.Event()
         os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._read)
+        self._watch()
 
     @property
     def closed(self) -> bool:
@@ -83,10 +84,7 @@ class Reader:
         for _ in range(pipe_size(self._fd) // _READ_SIZE + 1):
             if self.closed or not self._read():
                 break
-        self._feed = _discard
-        if not self.closed:
-            self._loop.remove_reader(self._fd)
-            self._loop.add_reader(self._fd, self._read_idly)
+        self._feed, self._finished = _discard, True
 
     def close(self) -> None:
         if self._timer is not None:
@@ -97,12 +95,29 @@ class Reader:
             self._fd = -1
             self.ended.set()
 
-    def _read(self) -> bool:
-        """Whether there was something to read."""
+    def _watch(self) -> None:
+        if not self.closed:
+            self._loop.add_reader(self._fd, self._turn)
+
+    def _turn(self) -> None:
+        size = self._read()
+        self._reads += 1
+        if self._finished:
+            self._pause(_IDLE_READ_PERIOD_S)
+        elif size < _SMALL_READ and self._reads > _EAGER_READS:
+            self._pause(_GATHER_S)
+
+    def _pause(self, seconds: float) -> None:
+        if not self.closed:
+            self._loop.remove_reader(self._fd)
+            self._timer = self._loop.call_later(seconds, self._watch)
+
+    def _read(self) -> int:
+        """How many bytes there were."""
         try:
             data = os.read(self._fd, _READ_SIZE)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:  # a terminal whose last user is gone is EIO
             data = b""
         if data:
@@ -110,17 +125,7 @@ class Reader:
         else:
             self.close()
             self._feed(b"")  # whoever waits for more need not
-        return bool(data)
-
-    def _read_idly(self) -> None:
-        self._read()
-        if not self.closed:
-            self._loop.remove_reader(self._fd)
-            self._timer = self._loop.call_later(_IDLE_READ_PERIOD_S, self._watch_again)
-
-    def _watch_again(self) -> None:
-        if not self.closed:
-            self._loop.add_reader(self._fd, self._read_idly)
+        return len(data)
 
 
 def _discard(data: bytes) -> None:
