@@ -1,12 +1,16 @@
 # make demo   the main job: a server, the sample tasks, 32 concurrent episodes, a table
 # make test   style, types, layering and the whole test suite
-# make hosts  the isolation, concurrency, attack and build suites on imitations of other nodes; as root, wants debootstrap
+# make bench  what operations cost, beside bash, bwrap, unshare and upstream; takes minutes on an otherwise idle machine
+# make bench-smoke  the same in a minute, with fewer rounds; BENCH='--json FILE --plot FILE --label TEXT' for both
+# make load   128 clients at once; LOAD=--short or --neighbour
+# make hosts  the ratios of speed that must hold; the isolation, concurrency, attack and build suites on imitations of
+#             other nodes; as root, wants debootstrap
 # All set up .venv themselves; a second run is fast.
 PYTHON ?= python3
 # A strict editable install links file by file: a new or renamed module needs a new install.
 STAMP := .venv/installed-$(shell (cat pyproject.toml constraints.txt; ls client/*.py server/*.py server/*/*.py isolation/*.py) | cksum | cut -d' ' -f1)
 
-.PHONY: demo test hosts lint clean
+.PHONY: demo test bench bench-smoke load hosts lint clean
 demo: $(STAMP)
 	.venv/bin/python tests/demo.py
 
@@ -14,7 +18,7 @@ demo: $(STAMP)
 # every process and descriptor of their worker. The others look only at what is below servers of their own, and wait
 # more than they compute: three workers keep two cores busy.
 ISOLATION := tests/isolation --numprocesses 2 --dist loadfile
-ELSEWHERE := $(addprefix --ignore=tests/,isolation attacks hosts)
+ELSEWHERE := $(addprefix --ignore=tests/,isolation attacks hosts bench)
 test: lint
 	.venv/bin/python -m pytest $(ISOLATION)
 	.venv/bin/python -m pytest tests/attacks
@@ -23,6 +27,7 @@ test: lint
 SPREAD := --numprocesses 2 --dist worksteal
 # Other pool nodes, imitated, and other rungs of the ladder.
 hosts: $(STAMP)
+	.venv/bin/python -m pytest tests/bench
 	.venv/bin/python -m pytest tests/hosts
 	TB2_TEST_RUNGS=2,4 .venv/bin/python -m pytest tests/attacks
 	set -e; for node in nobody enroot-ext4 enroot-overlay no-userns; do \
@@ -31,6 +36,15 @@ hosts: $(STAMP)
 	    done; \
 	done
 
+BENCH_STAMP := $(STAMP)-bench
+RUN_BENCH := PYTHONPATH=tests .venv/bin/python -m bench run
+bench: $(BENCH_STAMP)
+	$(RUN_BENCH) $(BENCH)
+bench-smoke: $(BENCH_STAMP)
+	$(RUN_BENCH) --smoke $(BENCH)
+load: $(STAMP)
+	PYTHONPATH=tests .venv/bin/python tests/bench/load.py $(LOAD)
+
 lint: $(STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -38,10 +52,15 @@ lint: $(STAMP)
 	MYPYPATH=tests .venv/bin/mypy --explicit-package-bases --exclude tests/tasks tests
 	.venv/bin/lint-imports
 
+INSTALL := .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --config-settings editable_mode=strict --editable
 $(STAMP):
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --config-settings editable_mode=strict --editable '.[server,dev]'
+	$(INSTALL) '.[server,dev]'
 	rm -f .venv/installed-*
+	touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(INSTALL) '.[server,dev,bench]'
 	touch $@
 
 clean:

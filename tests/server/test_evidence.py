@@ -55,7 +55,8 @@ async def test_how_the_verifier_went_and_what_was_alive(server: Server, add_task
     async with server.client() as env:
         await env.reset(task_id=task, episode_id="alive-1")
         assert (await env.evaluate(keep=True)).observation.info["verifier"]["alive"] == []
-        await env.exec("(setsid sleep 500 &); cp /bin/sleep ./'my serv)r'; ./'my serv)r' 501 & true")
+        begun = "until grep -qxF 'my serv)r' /proc/[0-9]*/comm && pgrep -x sleep; do :; done"
+        await env.exec(f"(setsid sleep 500 &); cp /bin/sleep ./'my serv)r'; ./'my serv)r' 501 & {begun}")
         result = await env.evaluate()
         verifier = result.observation.info["verifier"]
         assert sorted(verifier.pop("alive")) == ["my serv)r", "sleep"], "the verifier's own is none of the agent's"
