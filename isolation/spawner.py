@@ -301,6 +301,8 @@ class Spawner:
             self._discard(episode)  # before the news: the server then deletes what was renamed away
             self.server.send({"event": "died", "name": episode.name, "reason": episode.reason})
             return
+        if not episode.used:  # it may have died while the warden was asked, before it was killed
+            self._drop(episode)
         if episode.harvest_to is not None:
             self._release(episode)
             self.harvesters.start(episode.name, episode.harvest_to, episode.destroyed_by)

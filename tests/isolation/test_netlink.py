@@ -5,13 +5,14 @@ import os
 import re
 import signal
 import socket
-import subprocess
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tbench2_env.isolation import netlink
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.netlink import (
     RTN_LOCAL,
@@ -94,9 +95,14 @@ def test_an_interface_is_addressed_and_brought_up() -> None:
 
 @as_root
 def test_a_pair_has_one_queue_each_way_however_many_cpus_there_are() -> None:
-    own_network().add_veth("here0", "there0", os.getpid())
-    shown = subprocess.check_output(["ip", "-details", "link", "show", "type", "veth"], text=True)
-    assert shown.count(" numtxqueues 1 numrxqueues 1 ") == 2
+    link = own_network()
+    link.add_veth("here0", "there0", os.getpid())
+    for name in ("here0", "there0"):
+        header = struct.pack("=BxHiII", 0, 0, socket.if_nametoindex(name), 0, 0)  # struct ifinfomsg
+        (answer,) = link._ask(netlink.Request(netlink.RTM_GETLINK, header, name))
+        found = netlink.attributes(answer[len(header) :])
+        ways = (netlink.IFLA_NUM_TX_QUEUES, netlink.IFLA_NUM_RX_QUEUES)
+        assert [struct.unpack("=I", found[way]) for way in ways] == [(1,), (1,)]
 
 
 @as_root
