@@ -138,7 +138,8 @@ def idle_again(server: Server) -> Iterator[None]:
     yield
     try:
         server.assert_idle()
-        assert server.descriptors() <= before + DESCRIPTOR_SLACK
+        # A warm sandbox has one of the server's, where the proxy is the way out.
+        eventually(lambda: server.descriptors() <= before + DESCRIPTOR_SLACK, 3.0)
     except (AssertionError, OSError):
         # What one test has left is not to be held against the others.
         server.stop(signal.SIGKILL)
