@@ -29,7 +29,7 @@ from tbench2_env.isolation import init, launcher, mounts, probe, processes, user
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all, receive_descriptors
 from tbench2_env.isolation.episodes import Episode
-from tbench2_env.isolation.gauge import Gauge
+from tbench2_env.isolation.gauge import NAMES_MAX, Gauge
 from tbench2_env.isolation.harvest import Harvesters
 from tbench2_env.isolation.program import Program
 from tbench2_env.isolation.provisions import Provision, Provisions
@@ -41,7 +41,6 @@ from tbench2_env.isolation.verifiers import Verifiers
 
 #: Seconds that cleaning up may take once the server is gone; what is left then is swept at the next start.
 _LAST_CLEANING_S = 3
-_NAMES_MAX = 64
 #: Seconds to wait for killed episodes at the end; a process stuck in the kernel dies later.
 _LAST_REAPING_S = 2.0
 
@@ -112,13 +111,12 @@ class Spawner:
         spec = SandboxSpec.from_dict(message["spec"])
         provision = self.provisions.give(spec)
         try:
-            self._start_init(message["id"], spec, provision)
+            self._start_init(message, spec, provision)
         except OSError:
             self.provisions.take_back(spec.name, provision)
             raise
-        self.episodes[spec.name].idle = message.get("idle", False)
 
-    def _start_init(self, request: int, spec: SandboxSpec, provision: Provision) -> None:
+    def _start_init(self, message: dict[str, Any], spec: SandboxSpec, provision: Provision) -> None:
         worktree_mounts = worktree.create(self.ground, spec)
         sysfs = worktree.open_sysfs("sysfs")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -132,7 +130,7 @@ class Spawner:
             raise
         finally:
             close_all([channel, sysfs, *(fd for fd, _ in worktree_mounts)])
-        episode = Episode(spec, pid, pidfd, request, provision, ours)
+        episode = Episode(spec, pid, pidfd, message["id"], provision, ours, idle=message.get("idle", False))
         self.episodes[spec.name] = episode
         self.reactor.watch(ours.fileno(), lambda: self._init_answered(episode, program))
         # If it dies before it has answered, its channel says so.
@@ -232,7 +230,7 @@ class Spawner:
         if message.get("measure"):
             self._usage(message, fds)
         else:
-            self._kill_init(episode)
+            episode.kill()
 
     def _harvest(self, message: dict[str, Any], fds: list[int]) -> None:
         episode = self._live_episode(message["name"])
@@ -254,17 +252,9 @@ class Spawner:
     def _names(self, message: dict[str, Any], fds: list[int]) -> None:
         gauge = Gauge(self._episode(message["name"]).proc)
         try:
-            self.server.send({"id": message["id"], "ok": True, "names": gauge.names(_NAMES_MAX)})
+            self.server.send({"id": message["id"], "ok": True, "names": gauge.names(NAMES_MAX)})
         finally:
             gauge.close()
-
-    def _kill_init(self, episode: Episode) -> None:
-        """The launcher's descriptors would keep the namespaces alive."""
-        episode.kill()
-        self._drop(episode)
-
-    def _drop(self, episode: Episode) -> None:
-        self.launcher.send({"op": "drop", "name": episode.name})
 
     def _episode(self, name: str) -> Episode:
         if name not in self.episodes:
@@ -295,14 +285,13 @@ class Spawner:
             raise ChannelClosed
 
     def _init_ended(self, episode: Episode) -> None:
+        # The launcher's descriptors would keep the namespaces alive.
+        self.launcher.send({"op": "drop", "name": episode.name})
         if episode.destroyed_by is None:
             self._listen_to_warden()
-            self._drop(episode)
             self._discard(episode)  # before the news: the server then deletes what was renamed away
             self.server.send({"event": "died", "name": episode.name, "reason": episode.reason})
             return
-        if not episode.used:  # it may have died while the warden was asked, before it was killed
-            self._drop(episode)
         if episode.harvest_to is not None:
             self._release(episode)
             self.harvesters.start(episode.name, episode.harvest_to, episode.destroyed_by)
@@ -338,7 +327,7 @@ class Spawner:
             self.server.send({"id": message["id"], "ok": True, "hits": hits, **answer})
         elif episode.name in self.episodes:  # it may have died meanwhile
             episode.used = answer
-            self._kill_init(episode)
+            episode.kill()
 
     def _warden_said(self) -> None:
         message, _ = self.warden.receive()
@@ -369,7 +358,7 @@ class Spawner:
         self.warden.mute()
         for episode in list(self.episodes.values()):
             episode.harvest_to = None
-            self._kill_init(episode)
+            episode.kill()
         self.harvesters.kill()
         self.reactor.forget(self.server.fileno())
         self.reactor.forget(self.warden.fileno())
