@@ -145,9 +145,7 @@ class Worktree:
         if now is None and not folder.alone:  # most of what is asked for was not touched: the layers below need no look
             return None
         before = self._below(folder.below, name)
-        if now is None:
-            return None if before is None else Change(path, Kind.DELETED, None, before.info)
-        if _is_whiteout(now):
+        if now is None or _is_whiteout(now):
             return None if before is None else Change(path, Kind.DELETED, None, before.info)
         if stat.S_ISDIR(now.st_mode):
             return self._look_at_folder(folder, name, now, before)

@@ -42,7 +42,6 @@ class Watch:
         try:
             found = await asyncio.to_thread(self._scan)
         except OSError as error:
-            await self._sandbox.confirm()  # says what died, if that is why
             raise _unreadable(error) from error
         fresh = [each for each in found if each.identity not in self._of_verifiers]
         self._of_agent = {each.identity for each in fresh}
