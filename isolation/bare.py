@@ -18,6 +18,7 @@ from tbench2_env.isolation import command as commands
 from tbench2_env.isolation import entering, probe, processes, worktree
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import Channel, ChannelClosed, close_all
+from tbench2_env.isolation.gauge import NAMES_MAX
 from tbench2_env.isolation.laid import RECORD, Laid
 from tbench2_env.isolation.program import NOT_STARTED, Program
 from tbench2_env.isolation.reactor import End, Reactor
@@ -26,10 +27,11 @@ from tbench2_env.isolation.stack import Ground
 from tbench2_env.isolation.start import Starter, move_all_up
 
 TESTS, REWARDS = "/tests", "/logs/verifier"
+#: What is seen of live processes: what the server counted of the commands that ended is all there is.
+_USED: dict[str, Any] = {"usage": {}, "all_cpu": False}
 _NOT_KEPT = "not kept (TB2_ISOLATION=none)"
 #: Seconds to wait for killed processes, less than the server waits for the answer.
 _KILL_TIMEOUT_S = 3.0
-_NAMES_MAX = 64
 
 
 def obstacles() -> list[str]:
@@ -141,7 +143,7 @@ class Bare:
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
         self._check_name(message["name"])
         self._end_episode()
-        used = {"usage": {}, "all_cpu": False} if message.get("measure") else {}
+        used = _USED if message.get("measure") else {}
         self.server.send({"id": message["id"], "ok": True, **used})
 
     def _end_episode(self) -> None:
@@ -165,15 +167,14 @@ class Bare:
     def _names(self, message: dict[str, Any], fds: list[int]) -> None:
         self._check_name(message["name"])
         names = []
-        for pid in sorted(processes.descendants(self.proc, os.getpid()))[:_NAMES_MAX]:
+        for pid in sorted(processes.descendants(self.proc, os.getpid()))[:NAMES_MAX]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
                 names.append(comm.read().rstrip("\n"))
         self.server.send({"id": message["id"], "ok": True, "names": names})
 
     def _usage(self, message: dict[str, Any], fds: list[int]) -> None:
-        """What the server counted of the commands that ended is all there is."""
         self._check_name(message["name"])
-        self.server.send({"id": message["id"], "ok": True, "usage": {}, "all_cpu": False, "hits": {}})
+        self.server.send({"id": message["id"], "ok": True, "hits": {}, **_USED})
 
     # ------------------------------------------------------------ commands
     def _exec(self, message: dict[str, Any], fds: list[int]) -> None:

@@ -11,12 +11,11 @@ from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.program import SPARE_FDS, Program
 from tbench2_env.isolation.reactor import End
 from tbench2_env.isolation.spec import CommandSpec
-from tbench2_env.isolation.start import Started, Starter
+from tbench2_env.isolation.start import Started, Starter, unblock_signals
 
 # asm-generic/ioctls.h; the second opens the other end of a pty whatever /dev/pts shows.
 _TIOCSPTLCK, _TIOCGPTPEER = 0x4004_5431, 0x5441
 _CLOSE_RANGE_CLOEXEC = 4  # linux/close_range.h
-_SIG_SETMASK, _SIGSET_BYTES = 2, 8  # of the kernel
 #: Where a terminal's two ends are for a moment.
 _MASTER, _SLAVE = SPARE_FDS[1:]
 
@@ -65,7 +64,7 @@ def program(command: CommandSpec, fds: Sequence[int], enter: Callable[[Program],
     made.call("umask", 0o022)
     _change_folder(made, command.cwd.encode(errors="surrogateescape"))
     made.call("close_range", len(fds), 0xFFFF_FFFF, _CLOSE_RANGE_CLOEXEC)
-    made.call("rt_sigprocmask", _SIG_SETMASK, made.data(bytes(_SIGSET_BYTES)), 0, _SIGSET_BYTES)
+    unblock_signals(made)
     if any("=" in name for name in command.env):
         raise ValueError("illegal environment variable name")
     environment = [f"{name}={value}" for name, value in command.env.items()]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tbench2_env.isolation import capabilities
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.program import SPARE_FD, Program
+from tbench2_env.isolation.program import Program
 
 #: Namespaces in the order in which they are joined, user last: the others need the outer namespace's rights. That of
 #: processes is not among them: a process is born into it.
@@ -32,25 +32,19 @@ def take_place(program: Program, joins: Sequence[int], cpus: Sequence[int], nice
         program.call("sched_setaffinity", 0, size, program.data(mask.to_bytes(size, "little")), optional=True)
     if nice:
         program.call("setpriority", os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + nice, 19))
-        _be_nice_as_session(program, b"%d" % nice)
+        _be_nice_as_session(program, nice)
 
 
-def _be_nice_as_session(program: Program, nice: bytes) -> None:
+def _be_nice_as_session(program: Program, nice: int) -> None:
     """With autogroups (sched(7)) it is the session that weighs as one process, whatever niceness its processes have,
     and has a niceness of its own; without CAP_SYS_ADMIN of the host that is set ten times a second at most, by all
     together. Before the namespaces are joined: it is the host's /proc that has the file."""
-    path = program.text(b"/proc/self/autogroup")
-    opened = program.call("openat", sc.AT_FDCWD, path, os.O_WRONLY | os.O_CLOEXEC, optional=True)
-    program.keep(SPARE_FD, opened)
-    program.call("write", SPARE_FD, program.data(nice), len(nice), optional=True)
-    opened.error = program.here()
+    program.write_file("/proc/self/autogroup", str(nice), optional=True)
 
 
 def prefer_for_oom_killer(program: Program) -> None:
     """An episode is the first thing that the kernel's OOM killer takes, so that it never takes the trainer."""
-    path, most = program.text(b"/proc/self/oom_score_adj"), b"1000"
-    program.keep(SPARE_FD, program.call("openat", sc.AT_FDCWD, path, os.O_WRONLY | os.O_CLOEXEC))
-    program.call("write", SPARE_FD, program.data(most), len(most))
+    program.write_file("/proc/self/oom_score_adj", "1000")
 
 
 def attach(program: Program, mount_fd: int, place: str) -> None:

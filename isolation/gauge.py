@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+#: How many names of an episode's processes are told.
+NAMES_MAX = 64
 #: PID 1 sleeps: it uses nothing.
 _PAUSE = "1"
 

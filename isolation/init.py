@@ -21,7 +21,14 @@ from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.machine import STEP_WORDS
 from tbench2_env.isolation.program import Label, Program, Step
 from tbench2_env.isolation.spec import HOSTNAME, PROXY_PORT, Network, Rung, SandboxSpec
-from tbench2_env.isolation.start import FIRST_PRIVATE_FD, Starter, move_up
+from tbench2_env.isolation.start import (
+    FIRST_PRIVATE_FD,
+    SIGSET_BYTES,
+    Starter,
+    execute,
+    move_up,
+    unblock_signals,
+)  # fmt: skip
 
 #: Its first word.
 READY = b"ready"
@@ -35,7 +42,7 @@ _CHANNEL, _PASSED, _LISTENER, _PROC, _AGENTS = 3, 4, 58, 59, 60
 _SECOND = 2
 _BACKLOG = 128
 _MADV_DONTNEED = 4  # asm-generic/mman-common.h
-_SIG_IGN, _SIG_SETMASK, _SIGSET_BYTES = 1, 2, 8  # of the kernel
+_SIG_IGN = 1  # asm-generic/signal-defs.h
 #: A multiple of every machine's pages, with room for the program's data.
 _PAGES = 0x1_0000
 #: Memory for its steps before it has its own.
@@ -145,8 +152,7 @@ class _FirstSteps:
         if rung.user_namespaces:
             # Nobody yet in its user namespace, it would lose all of them.
             entering.keep_capabilities(program, _CAPABILITIES)
-        arguments, environment = program.vector([b"init"]), program.vector([])
-        program.call("execveat", file, program.text(b""), arguments, environment, sc.AT_EMPTY_PATH)
+        execute(program, file, b"init")
         image, self.step = program.image(numbers, _CHANNEL, _FIRST)
         assert len(image) <= _FIRST_BYTES, "there are a dozen mounts at most, and as many hierarchies of cgroups"
         ctypes.memmove(address, image, len(image))
@@ -182,7 +188,7 @@ def why_not(program: Program, answer: bytes) -> OSError:
 # ---------------------------------------------------------------- the program
 def _program(kind: Kind, rung: Rung) -> Program:
     program = Program()
-    program.call("rt_sigprocmask", _SIG_SETMASK, program.data(bytes(_SIGSET_BYTES)), 0, _SIGSET_BYTES)
+    unblock_signals(program)
     program.call("write", _CHANNEL, program.data(READY), len(READY))
     go = program.call("read", _CHANNEL, program.data(bytes(8)), 1)
     _become_first(program, kind, rung)
@@ -215,7 +221,7 @@ def _program(kind: Kind, rung: Rung) -> Program:
 def _become_first(program: Program, kind: Kind, rung: Rung) -> None:
     entering.take_place(program, range(_PASSED, _PASSED + kind.joins), (), 0)
     ignore = program.data(struct.pack("4Q", _SIG_IGN, 0, 0, 0))  # struct sigaction of the kernel
-    program.call("rt_sigaction", signal.SIGCHLD, ignore, 0, _SIGSET_BYTES)
+    program.call("rt_sigaction", signal.SIGCHLD, ignore, 0, SIGSET_BYTES)
     program.call("setsid")
     # Before the ids change: /proc/self belongs to real root afterwards.
     entering.prefer_for_oom_killer(program)
@@ -269,7 +275,7 @@ def _user_namespace_of_agents(program: Program, rung: Rung) -> Step:
     makes = program.call("clone", sc.CLONE_VM | sc.CLONE_NEWUSER | signal.SIGCHLD, 0, what="new user namespace")
     second = f"{STAGE}/proc/{_SECOND}"
     for name in ("uid_map", "gid_map"):
-        mounts.write(program, f"{second}/{name}", rung.inner_map_line)
+        program.write_file(f"{second}/{name}", rung.inner_map_line)
     path = program.text(f"{second}/ns/user".encode())
     opened = program.call("openat", sc.AT_FDCWD, path, os.O_RDONLY | os.O_CLOEXEC, what=f"open({second}/ns/user)")
     program.keep(_AGENTS, opened)

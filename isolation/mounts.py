@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.program import SPARE_FD, Program, Step
+from tbench2_env.isolation.program import Program, Step
 from tbench2_env.isolation.spec import Limits, Rung
 
 _NO_DEV = sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC
@@ -23,14 +23,6 @@ def mount(program: Program, source: str, target: str, fstype: str = "", flags: i
         addresses[2] = 0
     what = f"mount({source}, {target}, {fstype or 'bind'}, 0x{flags:x}, {options!r})"
     return program.call("mount", *addresses[:3], flags, addresses[3] if options else 0, what=what)
-
-
-def write(program: Program, path: str, text: str) -> None:
-    """Add the steps that write to a file that is there."""
-    address, data = program.text(path.encode()), text.encode()
-    opened = program.call("openat", sc.AT_FDCWD, address, os.O_WRONLY | os.O_CLOEXEC, what=f"open({path})")
-    program.keep(SPARE_FD, opened)
-    program.call("write", SPARE_FD, program.data(data), len(data), what=f"write({path}, {text})")
 
 
 @dataclass(frozen=True)
@@ -130,7 +122,7 @@ class Sysctl:
     value: str
 
     def add(self, program: Program, prefix: str) -> None:
-        write(program, f"{prefix}/proc/sys/{self.name}", self.value)
+        program.write_file(f"{prefix}/proc/sys/{self.name}", self.value)
 
     def describe(self) -> str:
         return f"sysctl {self.name.replace('/', '.')} = {self.value}"

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.machine import STEP_WORDS, Machine
 
 #: Exit status of a process whose program failed.
@@ -27,6 +28,8 @@ _WORD = (1 << 64) - 1
 #: Where an executable's code and data are mapped: far apart, since both are in one page of the file, on machines with
 #: pages of 64 KiB, too.
 _CODE, _DATA = 0x40_0000, 0x41_0000
+#: Bytes of the file before its data: the headers and the code.
+_DATA_OFFSET = 512
 #: Bytes of a report: the number of the start and each step's result, of eight bytes each.
 REPORT_MAX = 1 << 14
 
@@ -63,7 +66,7 @@ class Program:
     _data: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        self.base = self.base or _DATA + _data_offset()
+        self.base = self.base or _DATA + _DATA_OFFSET
 
     def call(self, call: str, *arguments: int, what: str = "", optional: bool = False) -> Step:
         """Add a step. Arguments are numbers, descriptors and addresses that the methods below answer with."""
@@ -71,7 +74,7 @@ class Program:
         self.steps.append(step)
         return step
 
-    def here(self) -> "Label":
+    def here(self) -> Label:
         """The step that will be added next."""
         return Label(len(self.steps))
 
@@ -79,6 +82,16 @@ class Program:
         """Have the descriptor that `opening`, the last step, answers with under `number` as well, close-on-exec."""
         opening.into = self.here()
         self.call("dup3", 0, number, os.O_CLOEXEC)
+
+    def write_file(self, path: str, text: str, *, optional: bool = False) -> None:
+        """Add the steps that write to a file that is there."""
+        address, data, flags = self.text(path.encode()), text.encode(), os.O_WRONLY | os.O_CLOEXEC
+        opened = self.call("openat", sc.AT_FDCWD, address, flags, what=f"open({path})", optional=optional)
+        self.keep(SPARE_FD, opened)
+        what = f"write({path}, {text})"
+        self.call("write", SPARE_FD, self.data(data), len(data), what=what, optional=optional)
+        if optional:
+            opened.error = self.here()
 
     def data(self, data: bytes) -> int:
         self._data += bytes(-len(self._data) % 8)
@@ -137,15 +150,10 @@ class Program:
         return None
 
 
-def _data_offset() -> int:
-    return 512
-
-
 def executable(machine: Machine, image: bytes, first: int) -> bytes:
     """A static ELF executable of a program for its own memory: a header, code and data (elf(5))."""
-    code_offset, data_offset = 64 + 2 * 56, _data_offset()
+    code_offset, data_offset = 64 + 2 * 56, _DATA_OFFSET
     code = machine.load(first) + machine.loop
-    size = data_offset + len(image)
     identity = b"\x7fELF\x02\x01\x01" + bytes(9)
     header = identity + struct.pack(
         "<HHIQQQIHHHHHH", 2, machine.elf_machine, 1, _CODE + code_offset, 64, 0, 0, 64, 56, 2, 0, 0, 0
@@ -158,5 +166,5 @@ def executable(machine: Machine, image: bytes, first: int) -> bytes:
             len(image), len(image), 0x1_0000,
         ),
     ]  # fmt: skip
-    assert code_offset + len(code) <= data_offset < size
+    assert code_offset + len(code) <= data_offset
     return (header + b"".join(segments) + code).ljust(data_offset, b"\0") + image

@@ -27,6 +27,7 @@ FIRST_PRIVATE_FD = 64
 
 _CLONE_PARENT_SETTID = 0x10_0000  # linux/sched.h
 _MFD_EXEC = 0x10  # linux/memfd.h
+_SIG_SETMASK, SIGSET_BYTES = 2, 8  # of the kernel
 #: Memory for the steps of a child that still has ours, at most, with each descriptor's step, and, before them, for the
 #: number of one that is started aside.
 _FIRST_BYTES, _STEP_BYTES, _PID_BYTES = 1024, 8 * (STEP_WORDS + 1), 8
@@ -113,6 +114,17 @@ class Starter:
         return None
 
 
+def unblock_signals(program: Program) -> None:
+    """Children begin with all signals blocked: what they become is not to."""
+    program.call("rt_sigprocmask", _SIG_SETMASK, program.data(bytes(SIGSET_BYTES)), 0, SIGSET_BYTES)
+
+
+def execute(program: Program, file: int, name: bytes) -> None:
+    """Go on as the program in the descriptor `file`. With a name: the kernel logs of programs that have none."""
+    empty, arguments, environment = program.text(b""), program.vector([name]), program.vector([])
+    program.call("execveat", file, empty, arguments, environment, sc.AT_EMPTY_PATH)
+
+
 def _first_steps(address: int, file: int, passed: Sequence[int], aside_into: int) -> Program:
     program = Program(address + _PID_BYTES)
     if aside_into >= 0:
@@ -124,9 +136,7 @@ def _first_steps(address: int, file: int, passed: Sequence[int], aside_into: int
         aside.zero = program.here()
     for fd in passed:
         program.call("fcntl", fd, fcntl.F_SETFD, 0)
-    empty, nothing = program.text(b""), program.vector([])
-    # With a name: the kernel logs of programs that have none.
-    program.call("execveat", file, empty, program.vector([b"start"]), nothing, sc.AT_EMPTY_PATH)
+    execute(program, file, b"start")
     return program
 
 

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tbench2_env.isolation import init
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.channel import receive_descriptors
 from tbench2_env.isolation.init import Inits, Inside
+from tbench2_env.isolation.program import Program
 from tbench2_env.isolation.spec import RUNGS, Network, SandboxSpec
 from tbench2_env.isolation.start import move_up
 
@@ -54,19 +56,25 @@ async def test_zombies_need_no_code(rig: Rig) -> None:
     await until(lambda: not children.read_text())
 
 
+def start_ready(folder: Path, places: Sequence[str]) -> tuple[int, int, Program, socket.socket]:
+    """A PID 1 that is ready, with a folder in place of each of its mounts: what `start` answers, and our end."""
+    inits = Inits(PLAIN_RUNG)  # its memory is PID 1's until that is ready
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = move_up(theirs.detach())
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    inside = Inside(channel, [], [(fd, place) for place in places], fd)
+    spec = SandboxSpec("x", network=Network.HOST)
+    started = inits.start(sc.CLONE_NEWNS | sc.CLONE_NEWPID, spec, (), inside)
+    os.close(channel)
+    assert ours.recv(4096) == init.READY
+    return *started, ours
+
+
 @as_root
 def test_a_failure_names_the_call(tmp_path: Path) -> None:
     """With a folder where a detached mount should be."""
-    inits = Inits(PLAIN_RUNG)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel = move_up(theirs.detach())
-    folder = os.open(tmp_path, os.O_RDONLY | os.O_CLOEXEC)
-    spec = SandboxSpec("x", network=Network.HOST)
-    flags = sc.CLONE_NEWNS | sc.CLONE_NEWPID
-    pid, pidfd, program = inits.start(flags, spec, (), Inside(channel, [], [(folder, "")], folder))
-    os.close(channel)
+    pid, pidfd, program, ours = start_ready(tmp_path, [""])
     os.close(pidfd)
-    assert ours.recv(4096) == init.READY
     ours.send(b"\0")
     answer, _ = receive_descriptors(ours, 4096)
     error = init.why_not(program, answer)
@@ -76,14 +84,7 @@ def test_a_failure_names_the_call(tmp_path: Path) -> None:
 
 @as_root
 def test_it_ends_with_whoever_was_to_tell_it_to_go_on(tmp_path: Path) -> None:
-    inits = Inits(PLAIN_RUNG)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel = move_up(theirs.detach())
-    folder = os.open(tmp_path, os.O_RDONLY | os.O_CLOEXEC)
-    spec = SandboxSpec("x", network=Network.HOST)
-    pid, _, program = inits.start(sc.CLONE_NEWNS | sc.CLONE_NEWPID, spec, (), Inside(channel, [], [], folder))
-    os.close(channel)
-    assert ours.recv(4096) == init.READY
+    pid, _, program, ours = start_ready(tmp_path, [])
     ours.close()
     assert os.waitpid(pid, 0)[1] == 0
     assert init.why_not(program, b"").args == ("PID 1 died",)
