@@ -24,6 +24,7 @@ from tbench2_env.isolation import helpers, laid, worktree
 from tbench2_env.isolation.aiochannel import AsyncChannel, receive_one
 from tbench2_env.isolation.changes import Worktree
 from tbench2_env.isolation.conversation import REQUEST_TIMEOUT_S, SPAWNER_DIED, Answer, Conversation, Refused
+from tbench2_env.isolation.process import Process, SandboxError
 from tbench2_env.isolation.spec import CommandSpec, Cover, Host, Provided, Rung, SandboxSpec, SpawnerConfig, Usage
 from tbench2_env.isolation.tally import Tally
 from tbench2_env.isolation.trash import Trash
@@ -33,60 +34,8 @@ DESTROY_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
 
 
-class SandboxError(Exception):
-    """The isolation itself failed; never the fault of a command that ran in it."""
-
-
 class IsolationUnavailable(SandboxError):
     """This host cannot isolate episodes; the text names the refused call and the setting that frees it."""
-
-
-class Process:
-    """A command or verifier that was started in a sandbox."""
-
-    def __init__(self, conversation: Conversation, channel: AsyncChannel, tally: Tally | None) -> None:
-        self._conversation, self._channel, self._tally = conversation, channel, tally
-        self._request = 0
-        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    @classmethod
-    def start(
-        cls,
-        conversation: Conversation,
-        channel: AsyncChannel,
-        message: dict[str, Any],
-        fds: Sequence[int],
-        tally: Tally | None = None,
-    ) -> Self:
-        """Ask the helper at the end of `channel` for it. Raises: SandboxError: it is gone, or that is too large."""
-        process = cls(conversation, channel, tally)
-        try:
-            process._request = conversation.start(channel, message, fds, process)
-        except Refused as refused:
-            raise SandboxError(str(refused)) from refused.__cause__
-        return process
-
-    async def wait(self) -> int:
-        """The exit status, negative for a signal. Raises: SandboxError when it could not be started."""
-        return await asyncio.shield(self.exited)
-
-    def kill(self) -> None:
-        """Kill it and everything it started; `wait` then answers."""
-        if not self.exited.done():
-            self._conversation.kill(self._channel, self._request)
-
-    def ended(self, end: dict[str, Any]) -> None:
-        """See `conversation.Running`."""
-        if self._tally is not None:
-            self._tally.command_ended(end)
-        if not self.exited.done():
-            self.exited.set_result(end["status"])
-
-    def failed(self, reason: str) -> None:
-        """See `conversation.Running`."""
-        if not self.exited.done():
-            self.exited.set_exception(SandboxError(reason))
-            self.exited.exception()  # nobody need be waiting for it
 
 
 class Sandbox:

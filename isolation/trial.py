@@ -5,7 +5,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tbench2_env.isolation.sandbox import IsolationUnavailable, Process, Sandbox, SandboxError, Spawner
+from tbench2_env.isolation.process import Process, SandboxError
+from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, Spawner
 from tbench2_env.isolation.spec import CommandSpec, Network, SandboxSpec, SpawnerConfig
 
 _NAME = "trial-episode"

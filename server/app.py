@@ -14,7 +14,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.server import doctor, http, ws
 from tbench2_env.server.auth import Guard, is_loopback
 from tbench2_env.server.problems import AsciiJson

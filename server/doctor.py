@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.isolation.spec import RUNGS, Rung
 from tbench2_env.server import networks
 from tbench2_env.server.engine import Engine, configs, start_engine

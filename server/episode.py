@@ -15,7 +15,8 @@ from typing import Any
 import structlog
 
 from tbench2_env.isolation.changes import Worktree
-from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError
+from tbench2_env.isolation.process import Process, SandboxError
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.models import Tbench2Action, Tbench2Observation, Tbench2State
 from tbench2_env.server import actions, runs, shell

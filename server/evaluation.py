@@ -6,7 +6,8 @@ import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import Network
 from tbench2_env.server import shell, threads, verifier
 from tbench2_env.server.actions import Answer

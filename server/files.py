@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from tbench2_env.isolation.sandbox import Process, SandboxError
+from tbench2_env.isolation.process import Process, SandboxError
 from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.server.episode import Episode
 from tbench2_env.server.output import open_pipe

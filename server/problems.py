@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.server.auth import OPEN_PATHS
 from tbench2_env.server.diff import NotChanged
 from tbench2_env.server.ending import EpisodeBusy, EpisodeEnded

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Mapping
 
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError, Spawner
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox, Spawner
 from tbench2_env.isolation.spec import Network, SandboxSpec, Usage
 from tbench2_env.server.networks import Choice
 from tbench2_env.server.proxy import EgressError, EgressProxy, proxy_env

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tbench2_env.isolation.sandbox import Process
+from tbench2_env.isolation.process import Process
 from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.server.output import Capture, Reader, open_pipe
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import git
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Rung
 from tbench2_env.server import limits, sources, taskconfig
 from tbench2_env.server.harness import TEXT_MAX_BYTES, Script

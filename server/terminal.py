@@ -4,7 +4,8 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from tbench2_env.isolation.sandbox import Process, Sandbox
+from tbench2_env.isolation.process import Process
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import CommandSpec
 from tbench2_env.server.output import Capture, Reader
 

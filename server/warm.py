@@ -24,7 +24,8 @@ from pathlib import Path
 
 import structlog
 
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import Limits, SandboxSpec
 from tbench2_env.server.engine import Engine
 from tbench2_env.server.images.store import Lease, MissingLayer

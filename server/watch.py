@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import Cover
 from tbench2_env.server import cleanstart, threads
 from tbench2_env.server.tamper import find_tampered

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import structlog
 from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.models import Tbench2Observation
 from tbench2_env.server.ending import End
 from tbench2_env.server.mcp import answer_json_rpc

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.server.cli import interrupt
 from tbench2_env.server.cli.choice import chosen, task_arguments
 from tbench2_env.server.cli.console import plain, progress_bars, wide_console

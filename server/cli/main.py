@@ -2,7 +2,7 @@
 
 import click
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.server.cli.env import env
 from tbench2_env.server.cli.oracle import oracle
 from tbench2_env.server.cli.serve import doctor, serve

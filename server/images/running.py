@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation import worktree
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError, Spawner
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox, Spawner
 from tbench2_env.isolation.spec import CommandSpec, Limits, Network, SandboxSpec
 from tbench2_env.server import shell
 from tbench2_env.server.images import users

@@ -16,7 +16,7 @@ import pytest
 from support.building import Builders, Ledger, Workshop, leftovers, settings_of, workshop
 from support.processes import is_running
 from support.server import descendants, eventually
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.server.snapshots import Snapshot
 from tbench2_env.server.taskconfig import TaskError
 

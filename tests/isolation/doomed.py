@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tbench2_env.isolation.sandbox import Process, Spawner
+from tbench2_env.isolation.process import Process
+from tbench2_env.isolation.sandbox import Spawner
 from tbench2_env.isolation.spec import CommandSpec, SandboxSpec, SpawnerConfig
 
 SANDBOXES = 3

@@ -18,7 +18,8 @@ from support.node import NODE
 from support.node import ROOT_IS_OVERLAY as ROOT_IS_OVERLAY
 from support.node import RUNGS_HERE as RUNGS_HERE
 from support.server import descendants
-from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError, Spawner
+from tbench2_env.isolation.process import Process, SandboxError
+from tbench2_env.isolation.sandbox import Sandbox, Spawner
 from tbench2_env.isolation.spec import CommandSpec, Cover, Limits, Network, Provided, SandboxSpec, SpawnerConfig
 
 from .child import stat_fields

@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from tbench2_env.isolation import syscalls as sc
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.isolation.spec import Limits, Network
 
 from .conftest import StartRig

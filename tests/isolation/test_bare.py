@@ -13,7 +13,8 @@ import pytest
 from support.server import descendants
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.laid import RECORD, Laid, sweep
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError, Spawner
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox, Spawner
 from tbench2_env.isolation.spec import Provided, SandboxSpec, SpawnerConfig
 from tbench2_env.isolation.worktree import claim_folder
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tbench2_env.isolation.channel import MESSAGE_MAX
-from tbench2_env.isolation.sandbox import Process, Sandbox, SandboxError
+from tbench2_env.isolation.process import Process, SandboxError
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import CommandSpec
 
 from .rig import ENV, Rig, bash, processes, until

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.isolation.spec import Cover, Rung
 
 from .conftest import StartRig

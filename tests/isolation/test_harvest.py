@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tbench2_env.isolation import worktree
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.isolation.spec import SandboxSpec
 
 from .conftest import HostFolder, StartRig

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.isolation.spec import CommandSpec, Rung
 
 from .conftest import StartRig

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tbench2_env.isolation.channel import MESSAGE_MAX
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 
 from .rig import ENV, Rig, processes, stopped, unshare, until
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from support.files import picture
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import Provided, Rung
 
 from .conftest import HostFolder, StartRig

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tbench2_env.isolation.sandbox import IsolationUnavailable, SandboxError
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import IsolationUnavailable
 from tbench2_env.isolation.spec import PRIVATE_FOLDERS, SYSTEM_FOLDERS, Limits, Rung
 
 from .conftest import HostFolder, StartRig

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from support.server import descendants
-from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, SandboxError, Spawner
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import IsolationUnavailable, Sandbox, Spawner
 from tbench2_env.isolation.spec import Limits, Rung, SandboxSpec, SpawnerConfig, Usage
 
 from .conftest import StartRig

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tbench2_env.isolation.changes import Budget
-from tbench2_env.isolation.sandbox import Sandbox, SandboxError
+from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.sandbox import Sandbox
 from tbench2_env.isolation.spec import Cover
 
 from .conftest import HostFolder, StartRig

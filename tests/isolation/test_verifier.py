@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 from tbench2_env.isolation.spec import CommandSpec
 
 from .rig import AS_ANOTHER_USER, BEST_RUNG, Rig, first_process, is_alive, processes, stopped, unshare, until

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tbench2_env.isolation.sandbox import SandboxError
+from tbench2_env.isolation.process import SandboxError
 
 from .conftest import HostFolder, StartRig
 from .images import STORE, Layers
