@@ -1,9 +1,10 @@
 """Messages with descriptors between server, spawner and launcher: JSON objects over a SOCK_SEQPACKET pair."""
 
 import array
+import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tbench2_env.isolation.spec import decode, encode
@@ -11,6 +12,9 @@ from tbench2_env.isolation.spec import decode, encode
 #: Bytes of one message; the environment of a command is the largest thing that travels, its text goes by memfd.
 MESSAGE_MAX = 1 << 18
 DESCRIPTORS_MAX = 16
+
+#: What is received: an object and descriptors.
+Message = tuple[dict[str, Any], list[int]]
 
 
 class ChannelClosed(Exception):
@@ -43,10 +47,16 @@ class Channel:
         """Send nothing from now on."""
         self._muted = True
 
-    def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """One whole message. Raises: ChannelClosed, BlockingIOError."""
+    def waiting(self) -> Iterator[Message]:
+        """The messages that are there already. Raises: ChannelClosed."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                yield self.receive(socket.MSG_DONTWAIT)
+
+    def receive(self, flags: int = 0) -> Message:
+        """One whole message; `flags` are recvmsg's. Raises: ChannelClosed, BlockingIOError."""
         try:
-            data, fds = receive_descriptors(self.sock, MESSAGE_MAX)
+            data, fds = receive_descriptors(self.sock, MESSAGE_MAX, flags)
         except ConnectionError as error:
             raise ChannelClosed from error
         if not data:
@@ -64,14 +74,14 @@ def encode_checked(message: dict[str, Any], fds: Sequence[int]) -> bytes:
     return data
 
 
-def receive_descriptors(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+def receive_descriptors(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
     """One message of at most `size` bytes and its descriptors, close-on-exec.
 
     `socket.recv_fds` leaves them open in whatever is executed next, and ignores the flag that would not: a verifier
     then had a handle on every live episode's /proc.
     """
     ancillary_size = socket.CMSG_LEN(DESCRIPTORS_MAX * array.array("i").itemsize)
-    data, ancillary, _, _ = sock.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, _, _ = sock.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC | flags)
     fds = array.array("i")
     for _, _, payload in ancillary:
         fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])

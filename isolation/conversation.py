@@ -9,15 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tbench2_env.isolation.aiochannel import AsyncChannel
-from tbench2_env.isolation.channel import ChannelClosed, close_all
+from tbench2_env.isolation.channel import ChannelClosed, Message, close_all
 
 #: Seconds that a helper may take for one request. Its work takes milliseconds; this only ends a wait on a host that has
 #: stopped working.
 REQUEST_TIMEOUT_S = 60.0
 SPAWNER_DIED = "the sandbox is dead: the spawner process died"
-
-#: A message from a helper and the descriptors that came with it.
-Answer = tuple[dict[str, Any], list[int]]
 
 
 class Refused(Exception):
@@ -49,17 +46,17 @@ class Conversation:
         on_end: Callable[[], None],
     ) -> None:
         self._requests = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[Message]] = {}
         self._running: dict[int, Running] = {}
         self._on_event, self._on_end = on_event, on_end
-        self.hello: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.hello: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self.over = False
         #: When something was asked or heard last, as time.monotonic() says.
         self.spoke_at = 0.0
         self.control = AsyncChannel(control, self._message, self.end)
         self.launcher = AsyncChannel(launcher, self._message, self.end)
 
-    async def ask(self, message: dict[str, Any], timeout_s: float | None = REQUEST_TIMEOUT_S) -> Answer:
+    async def ask(self, message: dict[str, Any], timeout_s: float | None = REQUEST_TIMEOUT_S) -> Message:
         """Ask the spawner. Raises: Refused."""
         request = next(self._requests)
         answer = self._answers[request] = asyncio.get_running_loop().create_future()
@@ -130,7 +127,7 @@ class Conversation:
             running.failed(reason)
 
 
-def _resolve(future: asyncio.Future[Answer] | None, result: Answer | Refused) -> None:
+def _resolve(future: asyncio.Future[Message] | None, result: Message | Refused) -> None:
     if future is None or future.done():
         if isinstance(result, tuple):
             close_all(result[1])

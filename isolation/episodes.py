@@ -23,8 +23,10 @@ class Episode:
     provision: Provision
     channel: socket.socket | None = None
     destroyed_by: int | None = None
-    #: What it had used when it was destroyed, as it is answered; empty when nobody asked.
-    used: dict[str, Any] = field(default_factory=dict)
+    #: What it had used when it was destroyed, as it is answered; empty when nobody asked, None until it is known.
+    used: dict[str, Any] | None = field(default_factory=dict)
+    #: Its PID 1 has ended and it is only kept until `used` is known.
+    ended: bool = False
     #: Where its upper is to be once nothing runs in it any more.
     harvest_to: str | None = None
     #: Why it was killed, if the warden did it.

@@ -52,27 +52,20 @@ class Launcher:
 
     def run(self) -> NoReturn:
         reactor = Reactor(on_child=self._child_ended)
-        reactor.watch(self.spawner.fileno(), self._announcement)
+        reactor.watch(self.spawner.fileno(), self._read_announcements)
         reactor.watch(self.server.fileno(), self._request)
         with contextlib.suppress(ChannelClosed):
             reactor.run()
         os._exit(0)
 
     # ------------------------------------------------------------ from the spawner
-    def _announcement(self) -> None:
-        message, fds = self.spawner.receive()
-        name = message["name"]
-        if message["op"] == "add":
-            self.episodes[name] = _entrance(message, fds)
-        elif name in self.episodes:
-            self.episodes.pop(name).close()
-
     def _read_announcements(self) -> None:
-        self.spawner.sock.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._announcement()
-        self.spawner.sock.setblocking(True)
+        for message, fds in self.spawner.waiting():
+            name = message["name"]
+            if message["op"] == "add":
+                self.episodes[name] = _entrance(message, fds)
+            elif name in self.episodes:
+                self.episodes.pop(name).close()
 
     # ------------------------------------------------------------ from the server
     def _request(self) -> None:

@@ -111,16 +111,19 @@ class Leaf:
         }
 
     def usage(self) -> dict[str, float]:
-        """memory_peak_bytes, cpu_s, processes (threads included), processes_peak: those that the kernel knows here."""
-        nanoseconds = self._number("cpuacct.usage")
-        microseconds = self._field("cpu.stat", "usage_usec")
+        """memory_peak_bytes, cpu_s, processes_peak (threads included): those that the kernel knows here."""
         found: dict[str, float | None] = {
             "memory_peak_bytes": self._number("memory.peak") or self._number("memory.max_usage_in_bytes"),
-            "cpu_s": nanoseconds / 1e9 if nanoseconds is not None else microseconds and microseconds / 1e6,
-            "processes": self._number("pids.current"),
+            "cpu_s": self._cpu_s(),
             "processes_peak": self._number("pids.peak"),
         }
         return {key: value for key, value in found.items() if value is not None}
+
+    def _cpu_s(self) -> float | None:
+        if (nanoseconds := self._number("cpuacct.usage")) is not None:
+            return nanoseconds / 1e9
+        microseconds = self._field("cpu.stat", "usage_usec")
+        return None if microseconds is None else microseconds / 1e6
 
     def remove(self) -> bool:
         """Whether it is gone; a leaf with a process in it is not, so ask again once that has ended."""
@@ -130,9 +133,11 @@ class Leaf:
         return all(_rmdir(folder) for folder in self._folders)
 
     def _read(self, file: str) -> str:
-        for folder in self._folders:
-            with contextlib.suppress(OSError):
-                return Path(folder, file).read_text()
+        controller = file.partition(".")[0]
+        for folder, hierarchy in self._folders.items():
+            if hierarchy.version == 2 or controller in hierarchy.controllers:
+                with contextlib.suppress(OSError):
+                    return _read(f"{folder}/{file}")
         return ""
 
     def _number(self, file: str) -> int | None:
@@ -153,6 +158,8 @@ class Cgroups:
     def __init__(self, server: str, nice: int) -> None:
         self._server, self._nice = server, nice
         self._locks: dict[Hierarchy, int] = {}
+        #: What a leaf's `usage` knows here.
+        self.counted: frozenset[str] = frozenset()
 
     @classmethod
     def find(cls, server: str, nice: int = 0) -> tuple[Self | None, str]:
@@ -207,6 +214,7 @@ class Cgroups:
             finally:
                 os._exit(number)
         number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self.counted |= leaf.usage().keys()
         leaf.remove()
         if number:
             raise OSError(number, f"a process cannot join it: {os.strerror(number)}", f"{hierarchy.own}/{self._server}")
@@ -299,6 +307,14 @@ def _write_setting(file: str, value: str) -> None:
         outer_holds = error.errno == errno.EINVAL and file.endswith("cpu.cfs_quota_us")
         if not no_swap and not outer_holds:
             raise
+
+
+def _read(file: str) -> str:
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096).decode()
+    finally:
+        os.close(fd)
 
 
 def _write(file: str, value: str) -> None:

@@ -12,6 +12,9 @@ from tbench2_env.isolation.limits import Affinity, Cgroups, Leaf
 from tbench2_env.isolation.spec import Limits, Network, SandboxSpec
 from tbench2_env.isolation.stack import Ground
 
+#: What is to be known of an episode's processes.
+_OF_PROCESSES = frozenset({"memory_peak_bytes", "cpu_s", "processes_peak"})
+
 
 @dataclass
 class Provision:
@@ -97,10 +100,15 @@ class Provisions:
         message = {"op": "add", "name": spec.name, "limits": watched, "kills_at_processes_max": not caps}
         self._warden.send(message, [proc, pidfd])
 
+    @property
+    def counts_processes(self) -> bool:
+        """Whether `count` knows all that is to be known of processes, also when they are gone."""
+        counted = frozenset() if self._cgroups is None else self._cgroups.counted
+        return counted >= _OF_PROCESSES and "memory" in self._by_cgroup
+
     def count(self, name: str, provision: Provision) -> dict[str, float]:
         """What of an episode's usage the kernel counts: see `sandbox.Usage`."""
         counted = {} if provision.leaf is None else provision.leaf.usage()
-        counted.pop("processes", None)
         if "memory" not in self._by_cgroup:
             counted.pop("memory_peak_bytes", None)
         if self._ground.in_memory:

@@ -23,7 +23,8 @@ from typing import Any, Self
 from tbench2_env.isolation import helpers, laid, worktree
 from tbench2_env.isolation.aiochannel import AsyncChannel, receive_one
 from tbench2_env.isolation.changes import Worktree
-from tbench2_env.isolation.conversation import REQUEST_TIMEOUT_S, SPAWNER_DIED, Answer, Conversation, Refused
+from tbench2_env.isolation.channel import Message
+from tbench2_env.isolation.conversation import REQUEST_TIMEOUT_S, SPAWNER_DIED, Conversation, Refused
 from tbench2_env.isolation.process import Process, SandboxError
 from tbench2_env.isolation.spec import CommandSpec, Cover, Host, Provided, Rung, SandboxSpec, SpawnerConfig, Usage
 from tbench2_env.isolation.tally import Tally
@@ -250,7 +251,7 @@ class Spawner:
             raise
         return sandbox
 
-    def _undo(self, sandbox: Sandbox, creation: asyncio.Future[Answer]) -> None:
+    def _undo(self, sandbox: Sandbox, creation: asyncio.Future[Message]) -> None:
         if creation.exception() is None:
             sandbox.take_listener(creation.result()[1])
             self._undoing.add(task := asyncio.ensure_future(self._destroy(sandbox)))
@@ -288,7 +289,7 @@ class Spawner:
             self._ground_fd = -1
 
     # ------------------------------------------------------------ requests
-    async def _ask(self, message: dict[str, Any], timeout_s: float | None = REQUEST_TIMEOUT_S) -> Answer:
+    async def _ask(self, message: dict[str, Any], timeout_s: float | None = REQUEST_TIMEOUT_S) -> Message:
         """Raises: SandboxError."""
         try:
             return await self.conversation.ask(message, timeout_s)

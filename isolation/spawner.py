@@ -21,7 +21,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ class Spawner:
         self.episodes: dict[str, Episode] = {}
         self.verifiers = Verifiers(server, ground)
         self.harvesters = Harvesters(ground.rung)
-        self._asked_for_usage: dict[int, tuple[Episode, dict[str, int]]] = {}
+        #: Whom the warden was asked about, by request, what the kernel had counted, and the limits met.
+        self._being_measured: dict[int, tuple[Episode, dict[str, float], Mapping[str, int]]] = {}
         self.reactor = Reactor(on_child=self._child_ended)
         self.reactor.watch(server.fileno(), self._request)
         self.reactor.watch(self.warden.fileno(), self._listen_to_warden)
@@ -224,13 +225,17 @@ class Spawner:
 
     # ------------------------------------------------------------ ends
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
-        """With `measure`, once the warden has said what it used, which it cannot when all of it is gone."""
+        """With `measure` it is answered with what it had used. What the kernel does not count of processes, only the
+        warden knows, as long as they live."""
         episode = self._episode(message["name"])
         episode.destroyed_by = message["id"]
-        if message.get("measure"):
-            self._usage(message, fds)
-        else:
+        if not message.get("measure"):
             episode.kill()
+            return
+        episode.used = None
+        if self.provisions.counts_processes:
+            episode.kill()
+        self._measure(message["id"], episode)
 
     def _harvest(self, message: dict[str, Any], fds: list[int]) -> None:
         episode = self._live_episode(message["name"])
@@ -257,9 +262,10 @@ class Spawner:
             gauge.close()
 
     def _episode(self, name: str) -> Episode:
-        if name not in self.episodes:
+        episode = self.episodes.get(name)
+        if episode is None or episode.ended:  # its pid may be another's by now
             raise ValueError(f"there is no sandbox {name!r} any more")
-        return self.episodes[name]
+        return episode
 
     def _live_episode(self, name: str) -> Episode:
         episode = self._episode(name)
@@ -273,7 +279,7 @@ class Spawner:
         if verified is not None:
             self.verifiers.ended(pid, end, lives=verified.name in self.episodes)
             return
-        episode = next((one for one in self.episodes.values() if one.pid == pid), None)
+        episode = next((one for one in self.episodes.values() if one.pid == pid and not one.ended), None)
         if episode is not None and episode.channel is None:
             self._init_ended(episode)
         elif (harvester := self.harvesters.pop(pid)) is not None:
@@ -285,8 +291,6 @@ class Spawner:
             raise ChannelClosed
 
     def _init_ended(self, episode: Episode) -> None:
-        # The launcher's descriptors would keep the namespaces alive.
-        self.launcher.send({"op": "drop", "name": episode.name})
         if episode.destroyed_by is None:
             self._listen_to_warden()
             self._discard(episode)  # before the news: the server then deletes what was renamed away
@@ -296,8 +300,14 @@ class Spawner:
             self._release(episode)
             self.harvesters.start(episode.name, episode.harvest_to, episode.destroyed_by)
             return
+        if episode.used is None:
+            episode.ended = True  # the warden is still looking at its worktree
+        else:
+            self._destroyed(episode, episode.used)
+
+    def _destroyed(self, episode: Episode, used: dict[str, Any]) -> None:
         worktree.discard(self.ground, episode.name)
-        self.server.send({"id": episode.destroyed_by, "ok": True, **episode.used})
+        self.server.send({"id": episode.destroyed_by, "ok": True, **used})
         self._release(episode)  # while the server goes on
 
     def _discard(self, episode: Episode) -> None:
@@ -307,6 +317,8 @@ class Spawner:
     def _release(self, episode: Episode) -> None:
         """Give back all that it has but its worktree."""
         self.episodes.pop(episode.name, None)
+        # The launcher's descriptors would keep the namespaces alive.
+        self.launcher.send({"op": "drop", "name": episode.name})
         close_all([fd for fd in (episode.pidfd, episode.proc, *episode.for_launcher.values()) if fd >= 0])
         self.provisions.take_back(episode.name, episode.provision)
 
@@ -314,42 +326,38 @@ class Spawner:
     def _usage(self, message: dict[str, Any], fds: list[int]) -> None:
         """With "alive" it is only answered for an episode that lives, as `check` is, and with its hits."""
         episode = self._live_episode(message["name"]) if message.get("alive") else self._episode(message["name"])
-        self._asked_for_usage[message["id"]] = episode, episode.hits() if message.get("alive") else {}
-        self.warden.send({"op": "usage", "id": message["id"], "name": episode.name})
+        self._measure(message["id"], episode, episode.hits() if message.get("alive") else {})
 
-    def _answer_usage(self, message: dict[str, Any]) -> None:
-        """What the warden saw, and what the kernel knows better."""
-        episode, hits = self._asked_for_usage.pop(message["id"])
-        counted = self.provisions.count(episode.name, episode.provision)
+    def _measure(self, request: int, episode: Episode, hits: Mapping[str, int] = {}) -> None:
+        """Ask the warden, and meanwhile the kernel, which knows some of it better."""
+        self.warden.send({"op": "usage", "id": request, "name": episode.name})
+        self._being_measured[request] = episode, self.provisions.count(episode.name, episode.provision), hits
+
+    def _measured(self, message: dict[str, Any]) -> None:
+        episode, counted, hits = self._being_measured.pop(message["id"])
         usage = {**(message["usage"] or {}), **counted}
         answer = {"usage": usage, "all_cpu": "cpu_s" in counted}
         if message["id"] != episode.destroyed_by:
             self.server.send({"id": message["id"], "ok": True, "hits": hits, **answer})
-        elif episode.name in self.episodes:  # it may have died meanwhile
+        elif episode.ended:
+            self._destroyed(episode, answer)
+        else:
             episode.used = answer
             episode.kill()
-
-    def _warden_said(self) -> None:
-        message, _ = self.warden.receive()
-        if message["event"] == "usage":
-            self._answer_usage(message)
-            return
-        episode = self.episodes.get(message["name"])
-        if episode is not None and message["event"] == "exceeded":
-            episode.reason = message["text"]
-        elif episode is not None:
-            self.server.send(message)
 
     def _listen_to_warden(self) -> None:
         """It says why it kills before it does.
 
         Never blocks: an episode's end that was handled in the same turn may have read all that there was.
         """
-        self.warden.sock.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._warden_said()
-        self.warden.sock.setblocking(True)
+        for message, _ in self.warden.waiting():
+            episode = self.episodes.get(message.get("name", ""))
+            if message["event"] == "usage":
+                self._measured(message)
+            elif episode is not None and message["event"] == "exceeded":
+                episode.reason = message["text"]
+            elif episode is not None:
+                self.server.send(message)
 
     def _end_everything(self) -> None:
         # Whoever would hear is gone or going.
@@ -357,8 +365,11 @@ class Spawner:
         self.launcher.mute()
         self.warden.mute()
         for episode in list(self.episodes.values()):
-            episode.harvest_to = None
-            episode.kill()
+            episode.harvest_to, episode.used = None, {}
+            if episode.ended:
+                self._discard(episode)
+            else:
+                episode.kill()
         self.harvesters.kill()
         self.reactor.forget(self.server.fileno())
         self.reactor.forget(self.warden.fileno())

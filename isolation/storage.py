@@ -15,6 +15,9 @@ _REST_UNSEEN_S = 5.0
 _FRESH_S = 1.0
 _REFRESH_BUDGET_S = 0.02
 
+#: What is not walked of a worktree: the kernel's own folders, in which nobody can leave anything.
+_OF_OVERLAYS = (b"work", b"tests/work")
+
 
 @dataclass
 class Drain:
@@ -74,7 +77,7 @@ class Storage:
             self.touched = False
             self._drained = (self._drain.size, self._drain.files)
             try:
-                self._walk = Tree(self._path, self._size_max, self._files_max)
+                self._walk = Tree(self._path, self._size_max, self._files_max, _OF_OVERLAYS)
             except OSError:  # it is being discarded
                 return True
         if not self._walk.advance(budget_s):

@@ -36,13 +36,21 @@ class Tree:
     """`size` in bytes on the disk and `files` (entries of any kind, folders too) as found so far.
 
     It stops early, with `advance` true, once `size_max` or `files_max` is exceeded: how much more there is does not
-    matter then. Hard links to one file are counted as files each, but their size once.
+    matter then. Hard links to one file are counted as files each, but their size once. Folders are left out whose path
+    from the root of the tree begins with one of `left_out`.
     """
 
-    def __init__(self, path: str, size_max: int | None = None, files_max: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        size_max: int | None = None,
+        files_max: int | None = None,
+        left_out: tuple[bytes, ...] = (),
+    ) -> None:
         """Raises: OSError."""
         root = _Folder(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         self._size_max, self._files_max = size_max, files_max
+        self._left_out = tuple(b"./" + path for path in left_out)
         self._linked: set[int] = set()
         self._steps = self._visit([(root, b"", b".")])
         self.size = self.files = self.unread = 0
@@ -78,6 +86,8 @@ class Tree:
         while places:
             start, prefix, name = places.pop()
             path = prefix + name
+            if path.startswith(self._left_out):
+                continue
             try:
                 here = _Folder(sc.open_folder_beneath(start.fd, path))
             except FileNotFoundError:

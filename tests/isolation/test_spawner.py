@@ -222,6 +222,44 @@ class Killer:
                 pass
 
 
+# ---------------------------------------------------------------- ends
+def dies_unmeasured(rig: Rig) -> bool:
+    """Whether the kernel counts what processes use, so that they need not live until the warden has looked."""
+    return rig.spawner.host.enforcement["memory"] == "cgroup"
+
+
+async def test_it_dies_at_once_although_its_files_are_still_being_counted(rig: Rig) -> None:
+    sandbox = await rig.create()
+    await rig.sh(sandbox, "for i in {1..100000}; do :; done; sleep 60 & touch /srv/{1..30}")
+    pid = first_process(await rig.pid_namespace(sandbox))
+    with stopped(rig.warden_pid):
+        ending = asyncio.ensure_future(sandbox.destroy())
+        if dies_unmeasured(rig):
+            await until(lambda: not is_alive(pid), 5)
+        await asyncio.sleep(0.05)
+        assert is_alive(pid) is not dies_unmeasured(rig)
+        assert not ending.done()
+    usage = await ending
+    assert usage is not None
+    assert usage.cpu_s > 0
+    assert usage.files > 30
+    assert usage.processes_peak > 1
+
+
+async def test_stop_while_the_files_of_one_are_counted(rig: Rig) -> None:
+    sandbox = await rig.create()
+    pid = first_process(await rig.pid_namespace(sandbox))
+    os.kill(rig.warden_pid, signal.SIGSTOP)
+    ending = asyncio.ensure_future(sandbox.destroy())
+    if dies_unmeasured(rig):
+        await until(lambda: not is_alive(pid), 5)
+    begun = asyncio.get_running_loop().time()
+    await rig.spawner.stop()
+    assert asyncio.get_running_loop().time() - begun < 1
+    assert await ending is None
+    assert list(rig.scratch.iterdir()) == []
+
+
 # ---------------------------------------------------------------- stop
 async def test_stop_ends_whatever_runs(rig: Rig) -> None:
     sandboxes = [await rig.create() for _ in range(3)]

@@ -52,6 +52,14 @@ def test_it_agrees_with_du(tmp_path: Path) -> None:
     assert tree.unread == 0
 
 
+def test_what_is_left_out_is_so_at_its_place_alone(folder: Path) -> None:
+    for path in ("work/work/a", "work.usr/a", "tests/work/a", "tests/upper/work/a", "upper/work/a"):
+        (folder / path).mkdir(parents=True)
+    tree = Tree(str(folder), left_out=(b"work", b"tests/work"))
+    assert tree.advance(10)
+    assert tree.files == len(["work", "work.usr", "tests", "tests/work"]) + 3 + 3
+
+
 def test_it_takes_what_it_is_given_and_goes_on_where_it_was(folder: Path) -> None:
     for outer in range(10):
         (folder / str(outer)).mkdir()
