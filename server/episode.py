@@ -41,6 +41,8 @@ from tbench2_env.server.warm import Order
 
 log = structlog.get_logger()
 
+#: Seconds that the answer of whoever ended an episode is given a start before its results are written.
+_ANSWER_S = 0.002
 _BY_CLIENT = (End.CLOSED, End.REPLACED, End.DELETED, End.DISCONNECTED)
 
 
@@ -373,8 +375,14 @@ class Episode:
             self.episode_id, self.task_id, ended.end, str(ended), self.reward, self.begun, self.run_folder
         )  # fmt: skip
         self._services.registry.remove(self, summary)
-        self._services.runs.end(self._run, self._result(ended))
+        self._services.see_to(self._write_result(ended))
         self._log.info("episode ended", end=ended.end, reward=self.reward)
+
+    async def _write_result(self, ended: EpisodeEnded) -> None:
+        """By a thread, which the answer to whoever ended the episode would have to share the interpreter with."""
+        result = self._result(ended)
+        await asyncio.sleep(_ANSWER_S)
+        self._services.runs.end(self._run, result)
 
     def _result(self, ended: EpisodeEnded) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.server import MakeServer, Server, eventually
-from tbench2_env import BadRequest
+from tbench2_env import BadRequest, Tbench2Action
 from tbench2_env.server.runs import Runs
 
 
@@ -48,8 +48,11 @@ async def test_an_episode_leaves_its_commands_its_evidence_and_its_result(server
 async def test_an_episode_without_a_verdict_says_so(server: Server) -> None:
     async with server.client() as env:
         await env.reset(task_id="ok", episode_id="run-2")
-    await finished(server.runs / "ok.run-2")
-    assert json.loads((server.runs / "ok.run-2" / "result.json").read_text())["reward"] is None
+        await env.step(Tbench2Action(action_type="close"))
+    folder = server.runs / "ok.run-2"
+    await finished(folder)
+    assert json.loads((folder / "result.json").read_text())["reward"] is None
+    assert json.loads((folder / "commands.jsonl").read_text())["action_type"] == "close"
 
 
 async def test_the_same_episode_id_twice_at_once_makes_two_episodes(server: Server) -> None:
