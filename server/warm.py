@@ -11,7 +11,7 @@ names there are hidden when a sandbox is made. It holds a lease on its layers, a
 How many there are: of each task as many as it had resets lately, in all `maximum` at most, and no more than turned out
 to be of use: each that ends unused takes one from `_credit`, each reset of a task that was reset lately gives one back.
 So nothing is made ahead for a run over many tasks, one reset each. They are made one at a time, between resets, while
-any episode lives; once none does, all are gone in half a second.
+any episode lives or has just ended; once none does, all are gone in half a second.
 """
 
 import asyncio
@@ -181,7 +181,7 @@ class Warm:
             self._look_in(_LOOK_EVERY_S if shelf is None else _QUIET_S)
 
     def _is_convenient(self, shelf: _Shelf, now: float) -> bool:
-        if self._opening or not self._has_episodes():
+        if self._opening:
             return False
         spoke_at = shelf.order.engine.spawner.conversation.spoke_at
         return now - spoke_at >= _QUIET_S or now - self._made_at >= _PATIENCE_S

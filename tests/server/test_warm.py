@@ -72,6 +72,19 @@ async def test_each_is_one_episodes_own_and_none_outlives_the_last(warming: Serv
     await soon(lambda: len(warming.descendants()) == HELPERS and not warming.worktrees(), 2)
 
 
+async def test_the_only_client_gets_one_that_was_made_after_its_last_episode(warming: Server) -> None:
+    async with wire(warming) as session:
+        before = opened(warming, "warm")
+        for _ in range(20):
+            await session.reset()
+            if opened(warming, "warm") > before:
+                break
+            await session.step(action_type="close")
+            await asyncio.sleep(0.15)
+        else:
+            pytest.fail("it gets none")
+
+
 async def test_a_task_or_a_root_that_changed_since(warming: Server, warm_tasks: Path) -> None:
     async with warmed(warming) as session:
         (warm_tasks / "ok/environment/f").write_text("second\n")
