@@ -30,7 +30,7 @@ class Running:
 
     def news(self, starter: Starter, end: End) -> dict[str, Any]:
         """The event of its end, also if it never began."""
-        failure = starter.why_not(self.started, end.status)
+        failure = starter.ended(self.started, end.status)
         if failure is None:
             return {"event": "exit", "id": self.request, **end.to_dict()}
         return {"event": "failed", "id": self.request, "error": f"{self.command.path}: {_explain(failure)}"}

@@ -22,7 +22,7 @@ from tbench2_env.isolation.spec import CommandSpec, Rung
 from tbench2_env.isolation.start import Started, Starter, move_all_up
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entrance:
     """How to get into an episode: descriptors of its namespaces by kind and of its /proc, its cgroup leaf, its CPUs,
     its commands' niceness."""
@@ -31,6 +31,8 @@ class Entrance:
     joins: list[int]
     cpus: list[int]
     nice: int
+    #: The last command and its descriptors, and its program: most are bash, which reads its script, and alike.
+    last: tuple[CommandSpec, list[int], Program] | None = None
 
     @property
     def proc(self) -> int:
@@ -94,12 +96,19 @@ class Launcher:
     def _start(self, command: CommandSpec, episode: Entrance, fds: list[int]) -> Started:
         """Gives `fds` other numbers. Raises: OSError, ValueError."""
         move_all_up(fds)
-        program = commands.program(command, fds, lambda steps: self._enter(steps, episode, command.ids))
+        program = self._program(command, episode, fds)
         # For all children to come. The way back is not taken, because it is EPERM where our own PID namespace belongs
         # to an outer user namespace (enroot).
         sc.setns(episode.fds["pid"], sc.CLONE_NEWPID)
         namespaces = [episode.fds[kind] for kind in entering.KINDS if kind in episode.fds]
         return self.starter.start(program, [*fds, *episode.joins, *namespaces])
+
+    def _program(self, command: CommandSpec, episode: Entrance, fds: list[int]) -> Program:
+        """Raises: ValueError."""
+        if episode.last is None or episode.last[:2] != (command, fds):
+            program = commands.program(command, fds, lambda steps: self._enter(steps, episode, command.ids))
+            episode.last = command, list(fds), program
+        return episode.last[2]
 
     def _enter(self, program: Program, episode: Entrance, ids: tuple[int, ...]) -> None:
         has_range = self.rung.has_id_range

@@ -64,6 +64,8 @@ class Program:
     base: int = 0
     steps: list[Step] = field(default_factory=list)
     _data: bytearray = field(default_factory=bytearray)
+    #: What `image` is made of, and the address of the first step.
+    _laid_out: tuple[bytearray, int] | None = None
 
     def __post_init__(self) -> None:
         self.base = self.base or _DATA + _DATA_OFFSET
@@ -72,6 +74,7 @@ class Program:
         """Add a step. Arguments are numbers, descriptors and addresses that the methods below answer with."""
         step = Step(call, list(arguments), what or call, optional)
         self.steps.append(step)
+        self._laid_out = None
         return step
 
     def here(self) -> Label:
@@ -112,11 +115,24 @@ class Program:
 
     def image(self, numbers: dict[str, int], report_to: int, start: int) -> tuple[bytes, int]:
         """The program in memory and the address of its first step. It writes what it has done to descriptor
-        `report_to` if it fails: the number `start`, and each step's result. Raises: ValueError if it is too long."""
+        `report_to` if it fails: the number `start`, and each step's result. Until a step is added, only `start` may be
+        another the next time. Raises: ValueError if it is too long."""
+        if self._laid_out is None:
+            self._laid_out = self._lay_out(numbers, report_to)
+        content, first = self._laid_out
+        struct.pack_into("<Q", content, len(content) - self._report_size, start)
+        return bytes(content), first
+
+    @property
+    def _report_size(self) -> int:
+        return 8 * (1 + len(self.steps))
+
+    def _lay_out(self, numbers: dict[str, int], report_to: int) -> tuple[bytearray, int]:
+        """Data, steps, two more that report and end, and the report."""
         self._data += bytes(-len(self._data) % 8)
         first, count = self.base + len(self._data), len(self.steps)
         report = first + 8 * STEP_WORDS * (count + 2)
-        size = 8 * (1 + count)
+        size = self._report_size
         if size > REPORT_MAX:
             raise ValueError(f"a program has {count} steps, {REPORT_MAX // 8 - 1} at most")
         address = [first + 8 * STEP_WORDS * index for index in range(count + 2)]
@@ -133,8 +149,7 @@ class Program:
         nowhere, end = report + size, address[count + 1]
         words += [numbers["write"], report_to, report, size, 0, 0, 0, nowhere, end, end, end, nowhere]
         words += [numbers["exit_group"], NOT_STARTED, 0, 0, 0, 0, 0, nowhere, end, end, end, nowhere]
-        words += [start, *[0] * (count + 1)]
-        return bytes(self._data) + struct.pack(f"<{len(words)}Q", *words), first
+        return self._data + struct.pack(f"<{len(words)}Q", *words) + bytes(size), first
 
     def explain(self, report: bytes) -> OSError:
         """What made it fail, by its report."""

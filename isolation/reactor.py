@@ -1,6 +1,5 @@
 """The helpers' event loop: descriptors to watch and children to reap, in one thread that waits nowhere else."""
 
-import dataclasses
 import os
 import select
 import signal
@@ -18,7 +17,7 @@ class End:
     max_rss_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dict(vars(self))
 
 
 class Reactor:

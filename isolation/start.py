@@ -16,7 +16,6 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tbench2_env.isolation import syscalls as sc
 from tbench2_env.isolation.machine import STEP_WORDS, this
@@ -33,15 +32,32 @@ _SIG_SETMASK, SIGSET_BYTES = 2, 8  # of the kernel
 _FIRST_BYTES, _STEP_BYTES, _PID_BYTES = 1024, 8 * (STEP_WORDS + 1), 8
 
 
+class Room:
+    """Memory for the first steps of a child, which must stay as it is until that has ended, and then is another's."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(0)
+        self._wanted: tuple[int, Sequence[int], int] | None = None
+        self.first: Program
+
+    def lay_out(self, file: int, passed: Sequence[int], aside_into: int) -> Program:
+        """The first steps; most are those of the child before."""
+        if self._wanted != (file, passed, aside_into):
+            self._wanted = file, passed, aside_into
+            if (size := _FIRST_BYTES + _STEP_BYTES * len(passed)) > len(self.memory):
+                self.memory = ctypes.create_string_buffer(size)
+            self.first = _first_steps(ctypes.addressof(self.memory), file, passed, aside_into)
+        return self.first
+
+
 @dataclass(frozen=True)
 class Started:
-    """A process that was started; until it has ended, `memory` must stay, which its first steps are in."""
+    """A process that was started; `Starter.ended` is to be told of its end."""
 
     pid: int
     number: int
-    first: Program
     program: Program
-    memory: Any
+    room: Room
 
 
 class Starter:
@@ -56,6 +72,7 @@ class Starter:
         words = (ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         self._clone = ctypes.PYFUNCTYPE(ctypes.c_long, *words)(code)
         self._number = 0
+        self._rooms: list[Room] = []
         self._reports: dict[int, bytes] = {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening, self._report_to = (move_up(end.detach()) for end in (ours, theirs))
@@ -76,19 +93,19 @@ class Starter:
         if aside_into < 0:
             return started
         _, status = os.waitpid(started.pid, 0)
-        aside = replace(started, pid=struct.unpack_from("<i", started.memory)[0])
+        aside = replace(started, pid=struct.unpack_from("<i", started.room.memory)[0])
         if aside.pid == 0:
-            raise self.why_not(started, os.waitstatus_to_exitcode(status)) or OSError("the intermediate process died")
+            raise self.ended(started, os.waitstatus_to_exitcode(status)) or OSError("the intermediate process died")
         return aside
 
     def _start(self, program: Program, file: int, passed: Sequence[int], aside_into: int) -> Started:
-        memory = ctypes.create_string_buffer(_FIRST_BYTES + _STEP_BYTES * len(passed))
-        address = ctypes.addressof(memory)
-        first = _first_steps(address, file, [*passed, self._report_to], aside_into)
+        room = self._rooms.pop() if self._rooms else Room()
+        first = room.lay_out(file, [*passed, self._report_to], aside_into)
         image, first_step = first.image(self.numbers, self._report_to, self._number + 1)
-        assert _PID_BYTES + len(image) <= len(memory)
-        ctypes.memmove(address + _PID_BYTES, image, len(image))
-        return Started(self.clone(0, first_step), self._number, first, program, memory)
+        assert _PID_BYTES + len(image) <= len(room.memory)
+        ctypes.memset(room.memory, 0, _PID_BYTES)
+        ctypes.memmove(ctypes.addressof(room.memory) + _PID_BYTES, image, len(image))
+        return Started(self.clone(0, first_step), self._number, program, room)
 
     def clone(self, flags: int, first_step: int, pidfd: int | None = None) -> int:
         """A child that goes on with the steps in our memory; with CLONE_PIDFD, the address for it. Raises: OSError."""
@@ -101,14 +118,16 @@ class Starter:
         image, first_step = program.image(self.numbers, report_to, number)
         return _executable_file(executable(self._machine, image, first_step))
 
-    def why_not(self, started: Started, status: int) -> OSError | None:
+    def ended(self, started: Started, status: int) -> OSError | None:
         """Why the process that ended with `status` came to nothing; None if its program was carried out."""
+        assert started.room not in self._rooms, "it has ended already, and another may be in its room"
+        self._rooms.append(started.room)
         if status != NOT_STARTED:
             return None
         with contextlib.suppress(BlockingIOError):
             while report := os.read(self._listening, REPORT_MAX):
                 self._reports[struct.unpack_from("<Q", report)[0]] = report
-        for program, number in ((started.program, started.number), (started.first, started.number + 1)):
+        for program, number in ((started.program, started.number), (started.room.first, started.number + 1)):
             if number in self._reports:
                 return program.explain(self._reports.pop(number))
         return None

@@ -26,7 +26,7 @@ def outcome(program: Program, passed: Sequence[int], *argv: str) -> str:
     os.close(write_end)
     with open(read_end, encoding="utf-8") as output:
         text = output.read()
-    error = starter.why_not(started, os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]))
+    error = starter.ended(started, os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]))
     if error is not None:
         raise error
     return text

@@ -11,6 +11,7 @@ import pytest
 
 from tbench2_env.isolation.channel import MESSAGE_MAX
 from tbench2_env.isolation.process import SandboxError
+from tbench2_env.isolation.spec import CommandSpec
 
 from .rig import ENV, Rig, processes, stopped, unshare, until
 
@@ -105,6 +106,19 @@ async def test_many_commands_at_once_in_one_sandbox(rig: Rig) -> None:
     sandbox = await rig.create()
     done = await asyncio.gather(*(rig.sh(sandbox, f"echo {number}; exit {number}") for number in range(40)))
     assert [(one.status, one.output) for one in done] == [(number, f"{number}\n") for number in range(40)]
+
+
+async def test_a_command_that_is_the_last_one_again_and_one_that_is_not(rig: Rig) -> None:
+    sandbox = await rig.create()
+    for word in ("one", "one", "two", "one"):
+        assert (await rig.sh(sandbox, "echo $word", env={"word": word})).output == f"{word}\n"
+    for path in ("/bin/true", "/nowhere", "/nowhere", "/bin/true"):
+        running = rig.start_command(sandbox, CommandSpec(path, ("x",), "/", {}))
+        if path == "/nowhere":
+            with pytest.raises(SandboxError, match="/nowhere: execve: No such file"):
+                await running.done()
+        else:
+            assert (await running.done()).status == 0
 
 
 async def test_waiting_again_or_giving_up_waiting(rig: Rig) -> None:

@@ -29,7 +29,7 @@ def carry_out(plan: list[mounts.Operation], prefix: Path) -> None:
     program.call("exit_group", 0)
     started = starter.start(program, ())
     _, status = os.waitpid(started.pid, 0)
-    failure = starter.why_not(started, os.waitstatus_to_exitcode(status))
+    failure = starter.ended(started, os.waitstatus_to_exitcode(status))
     if failure is not None:
         raise failure
 

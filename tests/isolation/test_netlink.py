@@ -207,6 +207,6 @@ def test_a_program_makes_changes_and_ends_when_one_is_refused() -> None:
         changes.add(program)
         program.call("exit_group", 0)
         started = starter.start(program, ())
-        failure = starter.why_not(started, os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]))
+        failure = starter.ended(started, os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]))
         assert (failure is not None) == refused, failure
         assert link.is_running(1)

@@ -147,6 +147,18 @@ def test_data_lies_at_multiples_of_eight_of_the_base() -> None:
     assert words[:3] == (1, 1, (1 << 64) - 100), "numbers that are negative are of 64 bits"
 
 
+def test_another_image_differs_by_its_number_alone() -> None:
+    program = Program()
+    program.call("getpid")
+    numbers = MACHINES["x86_64"].numbers
+    images = [program.image(numbers, 2, start)[0] for start in (7, 8)]
+    number_at = len(images[0]) - 16  # before the result of its one step
+    assert [struct.unpack_from("<Q", image, number_at) for image in images] == [(7,), (8,)]
+    assert images[0][:number_at] == images[1][:number_at]
+    program.call("getpid")
+    assert program.image(numbers, 2, 8)[0] != images[1]
+
+
 def test_one_that_is_too_long_for_a_report() -> None:
     program = Program()
     most = REPORT_MAX // 8 - 1

@@ -47,7 +47,7 @@ def end_of(started: Started) -> int:
 
 
 def failure(starter: Starter, started: Started) -> OSError:
-    error = starter.why_not(started, end_of(started))
+    error = starter.ended(started, end_of(started))
     assert error is not None
     return error
 
@@ -165,7 +165,7 @@ def test_many_at_once() -> None:
         assert [end_of(one) for one in started] == list(range(50))
     failed = [starter.start(failing(str(number)), []) for number in range(20)]
     ended = [(one, end_of(one)) for one in reversed(failed)]
-    reasons = [str(starter.why_not(*one)) for one in ended]
+    reasons = [str(starter.ended(*one)) for one in ended]
     assert reasons == [f"[Errno 2] {number}: No such file or directory" for number in reversed(range(20))]
     assert own_descriptors() == before
 
@@ -274,10 +274,10 @@ def test_an_end_that_is_no_failure() -> None:
     starter = Starter()
     for number in (0, 1, NOT_STARTED, 255):
         started = starter.start(execute(Program(), "/bin/bash", "-c", f"exit {number}"), [])
-        assert starter.why_not(started, end_of(started)) is None, number
+        assert starter.ended(started, end_of(started)) is None, number
     failed, ran = starter.start(failing(), []), starter.start(ending(NOT_STARTED), [])
-    assert starter.why_not(ran, end_of(ran)) is None, "another's report is not its own"
+    assert starter.ended(ran, end_of(ran)) is None, "another's report is not its own"
     assert "chdir" in str(failure(starter, failed))
     killed = starter.start(execute(Program(), "/bin/sleep", "1000"), [])
     os.kill(killed.pid, signal.SIGKILL)
-    assert starter.why_not(killed, end_of(killed)) is None
+    assert starter.ended(killed, end_of(killed)) is None
