@@ -29,25 +29,27 @@ def ready(make: Callable[[], Subject], times: int) -> Figure:
     return figure(READY, seconds, "s")
 
 
-async def idle_episodes(server: Subject, count: int) -> list[Figure]:
-    """`count` of them on a server that has had none."""
+async def idle_episodes(server: Subject, count: int, times: int) -> list[Figure]:
+    """`count` of them, `times` times, on a server that has had none. How much a slab grows depends on what is free in
+    it, so the first time it may grow by more."""
     rss = usage.rss_bytes(server.pid)
-    before = _shared(server)
+    own, growths = [], []
     async with idle(server) as episodes:
-        await episodes.grow(1)  # with the first, things come that stay: the snapshot of its task, the egress proxy
-        await asyncio.sleep(_SETTLE_S)
-        before = _shared(server)
-        await episodes.grow(1 + count)
-        await asyncio.sleep(_SETTLE_S)
-        after = _shared(server)
-        own = usage.pss_bytes(server.episodes())
+        for _ in range(times):
+            await episodes.grow(1)  # with the first, things come that stay: the snapshot of its task, the egress proxy
+            await asyncio.sleep(_SETTLE_S)
+            before = _shared(server)
+            await episodes.grow(1 + count)
+            await asyncio.sleep(_SETTLE_S)
+            after = _shared(server)
+            own.append(usage.pss_bytes(server.episodes()) / (1 + count))
+            growths.append({name: (after[name] - before[name]) / count for name in before})
         full_rss = usage.rss_bytes(server.pid)
-    family, slab, scratch = ((after[name] - before[name]) / count for name in ("family", "slab", "scratch"))
     return [
-        figure(PSS, [own / (1 + count) / 1e6], "MB"),
-        figure(FAMILY_PSS, [family / 1e6], "MB"),
-        figure(SLAB, [slab / 1e6], "MB"),
-        figure(SCRATCH, [scratch / 1e3], "kB"),
+        figure(PSS, [each / 1e6 for each in own], "MB"),
+        figure(FAMILY_PSS, [each["family"] / 1e6 for each in growths], "MB"),
+        figure(SLAB, [each["slab"] / 1e6 for each in growths], "MB"),
+        figure(SCRATCH, [each["scratch"] / 1e3 for each in growths], "kB"),
         figure(RSS_IDLE, [rss / 1e6], "MB"),
         figure(RSS, [full_rss / 1e6], "MB"),
     ]

@@ -76,7 +76,7 @@ class _Run:
     async def _measure(self, bench: Bench, shell: references.Maker | None) -> None:
         plan, figures = self._plan, self.report.figures
         _say(f"{max(plan.live)} idle episodes")
-        figures += await footprint.idle_episodes(bench.server, max(plan.live))
+        figures += await footprint.idle_episodes(bench.server, max(plan.live), plan.growths)
         _say("operations by live episodes")
         await latency.by_live(bench, plan.live, plan.rounds, plan.level_s)
         _say("operations by callers")

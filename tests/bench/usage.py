@@ -1,5 +1,6 @@
 """What processes and the kernel use, from /proc. CPU in seconds, memory in bytes."""
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,6 +48,7 @@ def disk_bytes(folder: Path) -> int:
     seen: dict[tuple[int, int], int] = {}
     for where, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            status = os.lstat(Path(where, name))
-            seen[status.st_dev, status.st_ino] = status.st_blocks * 512
+            with contextlib.suppress(FileNotFoundError):  # what was thrown away may just be deleted
+                status = os.lstat(Path(where, name))
+                seen[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(seen.values())
