@@ -50,7 +50,8 @@ def image_env(tiny: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def shared_image_server(tmp_path_factory: pytest.TempPathFactory, image_tasks: Path, tiny: Path) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("images"), image_tasks, image_env(tiny)).start()
+    env = {**image_env(tiny), "TB2_WARM": "0"}  # resets are timed
+    server = Server(tmp_path_factory.mktemp("images"), image_tasks, env).start()
     yield server
     assert server.stop() == 0
 
@@ -220,5 +221,5 @@ def test_many_layers_reset_nearly_as_fast_as_one(api: httpx.Client) -> None:
                 api.delete(episode)
         return statistics.median(seconds["many"]) / statistics.median(seconds["one"])
 
-    # 24 more layers are two or three milliseconds, of seven in all. Once more on a noisy machine.
-    assert ratio() < 2.5 or ratio() < 2.5
+    # 24 more layers are two milliseconds, of nine in all. Once more on a noisy machine.
+    assert ratio() < 1.5 or ratio() < 1.5

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.processes import running
-from support.server import Server, eventually
+from support.processes import inits, running
+from support.server import HELPERS, Server, eventually
 from support.talk import async_http, begin, execute, problem, soon
 
 #: MiB of the large file: 1024 by hand.
@@ -187,7 +187,7 @@ async def test_a_broken_upload_leaves_the_old_file(
 
 async def test_a_broken_download_leaves_nothing(server: Server, client: httpx.Client, episode: str) -> None:
     _exec(client, episode, "head -c 100M /dev/zero > big")
-    before, processes = server.descriptors(), len(server.descendants()) - server.warm()
+    before = server.descriptors()
     for _ in range(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(f"GET {episode}/files?path=big HTTP/1.1\r\nHost: x\r\n\r\n".encode())
@@ -195,7 +195,7 @@ async def test_a_broken_download_leaves_nothing(server: Server, client: httpx.Cl
         assert running(server, "cat -- big")
         writer.transport.abort()
         await soon(lambda: not running(server, "cat"), 3)
-    await soon(lambda: len(server.descendants()) == processes + server.warm(), 3)
+    await soon(lambda: len(server.descendants()) == HELPERS + len(inits(server)), 3)
     await soon(lambda: server.descriptors() <= before + 2, 3, lambda: f"{before} -> {server.descriptors()}")
     assert _get(client, episode, "big").content == bytes(100 << 20)
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from .conftest import AddTask
 
 #: In a mount namespace in which no hierarchy of cgroups is to be seen, as where the node delegates none.
 NO_CGROUPS = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs x /sys/fs/cgroup && exec "$@"', "sh")
+#: Within how many seconds a neighbour's calls are answered, half of them, and each.
+_SOON_S, _HELD_UP_S = 0.5, 3.0
 TOML = "[environment]\ncpus = 1\nmemory = '2G'\nstorage = '{storage}'\n[verifier]\ntimeout_sec = 30.0\n"
 
 
@@ -57,25 +60,27 @@ def bounding(shared_bounding: Server) -> Iterator[Server]:
 
 
 class Neighbour:
-    """Episode B, and the longest that it and /health took meanwhile."""
+    """Episode B, and how long it and /health took meanwhile, each time."""
 
     def __init__(self) -> None:
-        self.exec_s = self.health_s = 0.0
-        self.asked = 0
+        self.exec_s: list[float] = []
+        self.health_s: list[float] = []
 
     async def ask(self, server: Server, env: Tbench2Env, http: httpx.AsyncClient) -> None:
         begun = time.monotonic()
         assert (await env.exec("echo well >f; cat f")).output == "well\n"
         between = time.monotonic()
         assert (await http.get("/health")).status_code == 200
-        self.exec_s = max(self.exec_s, between - begun)
-        self.health_s = max(self.health_s, time.monotonic() - between)
-        self.asked += 1
+        self.exec_s.append(between - begun)
+        self.health_s.append(time.monotonic() - between)
 
 
 @contextlib.asynccontextmanager
-async def unharmed_neighbour(server: Server, exec_s: float = 1.0) -> AsyncIterator[None]:
-    """Meanwhile, ten times a second, B's commands are answered within `exec_s`, and /health within a second."""
+async def unharmed_neighbour(server: Server) -> AsyncIterator[None]:
+    """Meanwhile, ten times a second, B's commands and /health are answered soon.
+
+    Not each of them as soon: the disk is everybody's, and what other tests write beside this one may hold up a call.
+    """
     neighbour = Neighbour()
 
     async def live() -> None:
@@ -87,14 +92,15 @@ async def unharmed_neighbour(server: Server, exec_s: float = 1.0) -> AsyncIterat
 
     living = asyncio.create_task(live())
     try:
-        await soon(lambda: neighbour.asked or living.done(), 10)
+        await soon(lambda: neighbour.health_s or living.done(), 10)
         yield
         assert not living.done(), living.exception()
     finally:
         living.cancel()
         await asyncio.wait([living])
-    assert neighbour.exec_s < exec_s
-    assert neighbour.health_s < 1
+    for took_s in (neighbour.exec_s, neighbour.health_s):
+        assert statistics.median(took_s) < _SOON_S, took_s
+        assert max(took_s) < _HELD_UP_S, took_s
 
 
 async def assert_dead(env: Tbench2Env, reason: str) -> None:
@@ -128,17 +134,11 @@ async def test_a_memory_hog(bounding: Server) -> None:
 async def test_a_fork_bomb(bounding: Server) -> None:
     """What it starts cannot be more than the limit, and goes with the command."""
     bomb = "bomb() { bomb | bomb & }; bomb; sleep 3"
-    # It is 0.7 s on two cores that have nothing else to do; other tests run beside this one.
-    exec_s = 2.0 if await cpus_by_cgroup(bounding) else 3.0
-    async with bounding.client() as env, unharmed_neighbour(bounding, exec_s):
+    async with bounding.client() as env, unharmed_neighbour(bounding):
         await env.reset(task_id="large")
         answer = await env.exec(bomb)
         assert str(PROCESSES_MAX) in answer.error
         assert "processes" in answer.error
-
-
-async def cpus_by_cgroup(server: Server) -> bool:
-    return (await limits_of(server, "large"))["cpus"]["enforced_by"] == "cgroup"
 
 
 async def test_commands_and_verifiers_are_nice(bounding: Server) -> None:
@@ -148,7 +148,9 @@ async def test_commands_and_verifiers_are_nice(bounding: Server) -> None:
         niceness, autogroup, *_ = (await env.exec("nice; cat /proc/self/autogroup; echo")).output.splitlines()
         cgroup = re.search(r":cpu[:,].*/(episode\..*)", (await env.exec("cat /proc/self/cgroup")).output)
         if cgroup is not None:
-            [shares] = Path("/sys/fs/cgroup").glob(f"*/**/{cgroup[1]}/cpu.shares")
+            # Not by glob, which fails where another's cgroup goes meanwhile.
+            folders = [Path(folder) for folder, *_ in os.walk("/sys/fs/cgroup") if folder.endswith(f"/{cgroup[1]}")]
+            [shares] = [folder / "cpu.shares" for folder in folders if (folder / "cpu.shares").exists()]
             assert shares.read_text() == "335\n"
         elif Path("/proc/self/autogroup").exists():
             assert autogroup.endswith(" nice 5")
