@@ -15,13 +15,13 @@ demo: $(STAMP)
 	.venv/bin/python tests/demo.py
 
 # The isolation tests are file by file in one worker: tests of one file look at the same folders of the host, and at
-# every process and descriptor of their worker. The others look only at what is below servers of their own, and wait
-# more than they compute: three workers keep two cores busy.
-ISOLATION := tests/isolation --numprocesses 2 --dist loadfile
+# every process and descriptor of their worker. All attacks are one file, as they go on at the same time. The others look
+# only at what is below servers of their own, and wait more than they compute: three workers keep two cores busy.
+BY_FILE := --numprocesses 2 --dist loadfile
+ISOLATION := tests/isolation $(BY_FILE)
 ELSEWHERE := $(addprefix --ignore=tests/,isolation attacks hosts bench)
 test: lint
-	.venv/bin/python -m pytest $(ISOLATION)
-	.venv/bin/python -m pytest tests/attacks
+	.venv/bin/python -m pytest tests/isolation tests/attacks $(BY_FILE)
 	.venv/bin/python -m pytest $(ELSEWHERE) --numprocesses 3 --dist worksteal
 
 SPREAD := --numprocesses 2 --dist worksteal

@@ -36,7 +36,8 @@ def _install(*packages: str) -> str:
     )
 
 
-#: `wait_for COMMAND`: until it succeeds, ten seconds at most.
+#: `wait_for COMMAND`: until it succeeds, ten seconds at most. Before the work nothing is to be waited for: what a check
+#: wants first is there without any service.
 _WAIT = 'wait_for() { for i in {1..200}; do "$@" >/dev/null 2>&1 && return; sleep 0.05; done; return 1; }\n'
 
 _SERVER_PY = """
@@ -84,7 +85,8 @@ WORKS = {
             f"mkdir -p /server /data; echo 42 > /data/value; cat > /server/app.py <<'EOF'{_SERVER_PY}EOF",
             "cd /server; nohup python3 app.py >/dev/null 2>&1 &",
         ),
-        _WAIT + 'wait_for curl -sf http://localhost:5328/\n[ "$(curl -s http://localhost:5328/asked)" = 42 ]\n'
+        _WAIT + "[ -e /server/app.py ]\nwait_for curl -sf http://localhost:5328/\n"
+        '[ "$(curl -s http://localhost:5328/asked)" = 42 ]\n'
         "pid=$(cat /run/app.pid)\nkill -0 $pid\npgrep -f app.py | grep -qx $pid\n"
         "tr '\\0' ' ' < /proc/$pid/cmdline | grep -q 'python3 app.py'\n"
         '[ "$(readlink /proc/$pid/cwd)" = /server ]\ngrep -q /asked /var/log/app.log\n'
@@ -163,7 +165,8 @@ WORKS = {
     "an entry in /etc/hosts": Work(
         ("mkdir site; echo up > site/index.html; (cd site; nohup python3 -m http.server 80 >/dev/null 2>&1 &)",
          "echo '127.0.0.1 shop.internal' >> /etc/hosts"),
-        _WAIT + 'wait_for curl -sf http://shop.internal/\n[ "$(curl -s http://shop.internal/)" = up ]',
+        _WAIT + "grep -q shop.internal /etc/hosts\nwait_for curl -sf http://shop.internal/\n"
+        '[ "$(curl -s http://shop.internal/)" = up ]',
         undone=True,
     ),
     "a certificate that is trusted": Work(
@@ -174,7 +177,7 @@ WORKS = {
             "nohup openssl s_server -quiet -accept 8443 -cert cert.pem -key key.pem"
             " -WWW >/dev/null 2>&1 & echo up > index.html",
         ),
-        _WAIT + "wait_for curl -sf https://localhost:8443/index.html\n"
+        _WAIT + "ls /usr/local/share/ca-certificates/own.crt\nwait_for curl -sf https://localhost:8443/index.html\n"
         "curl -s https://localhost:8443/index.html | grep -q up",
         undone=True,
     ),
@@ -201,7 +204,7 @@ WORKS = {
             "echo deployed > /srv/git/deployed\nEOF\n"
             "chmod +x /srv/git/shop.git/hooks/post-receive",
         ),
-        _WAIT + "cd $(mktemp -d)\nwait_for git ls-remote git://localhost/shop.git\n"
+        _WAIT + "ls /srv/git\ncd $(mktemp -d)\nwait_for git ls-remote git://localhost/shop.git\n"
         "git clone -q git://localhost/shop.git\ncd shop\n"
         "echo x > f\ngit add f\ngit -c user.name=t -c user.email=t@t commit -qm f\ngit push -q origin HEAD:main\n"
         '[ "$(cat /srv/git/deployed)" = deployed ]\n[ "$(stat -c %U /srv/git/deployed)" = git ]\n'
@@ -235,7 +238,8 @@ WORKS = {
             "log_format brief '$request_uri $status';\nserver { listen 8080; root /var/www/shop;\n"
             " access_log /var/log/nginx/shop.log brief; error_page 404 /index.html; }\nEOF\nnginx -t 2>&1; nginx",
         ),
-        _WAIT + "wait_for curl -sf http://localhost:8080/\ncurl -s http://localhost:8080/nothing | grep -q shop\n"
+        _WAIT + "ls /var/www/shop\nwait_for curl -sf http://localhost:8080/\n"
+        "curl -s http://localhost:8080/nothing | grep -q shop\n"
         "grep -qx '/nothing 404' /var/log/nginx/shop.log\npgrep -u www-data nginx\n"
         "nginx -T 2>/dev/null | grep -q 'listen 8080'",
         Needs.DEBIAN,

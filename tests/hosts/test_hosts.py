@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -197,3 +198,13 @@ def test_nothing_outlives_it_whoever_is_killed(node: str, number: signal.Signals
         process.wait()
     eventually(lambda: not matching(f"sleep {duration}"), 5, lambda: str(matching(f"sleep {duration}")))
     eventually(lambda: folders() == before, 5)
+
+
+# ---------------------------------------------------------------- what the server says of one
+def test_the_doctor_says_what_there_cannot_be_with_one_id() -> None:
+    with start("enroot-ext4", sys.executable, "-m", "tbench2_env.server.app", "doctor", "--json") as doctor:
+        report = json.loads(doctor.communicate(timeout=60)[0])
+    assert doctor.returncode == 0
+    assert report["rung"] == "E"
+    [lack] = [lack for lack in report["lacks"] if "one user id only" in lack]
+    assert all(word in lack for word in ("chown", "su", "sudo -u", "useradd", "sshd"))

@@ -4,10 +4,7 @@ Tests of packages install them from Debian, inside an episode, and fail where it
 """
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from support.server import Server, idle_again
 from support.tasks import make_task
 from tbench2_env import Tbench2Env
 
-ON_HOST = Path(__file__).parents[1] / "on_host.py"
 INSTALL_TIMEOUT_S = 110
 OWNER = 1000
 #: What dpkg knows of the host: an episode must not change a byte.
@@ -165,14 +161,3 @@ async def test_ssh_and_sudo(patient_server: Server) -> None:
             "65534",
             "dev /home/dev",
         ]
-
-
-# ---------------------------------------------------------------- where there is only one id
-def test_an_enroot_node_says_what_it_cannot(tmp_path: Path, user_tasks: Path) -> None:
-    argv = [sys.executable, str(ON_HOST), "enroot-ext4", "--", sys.executable, "-m", "tbench2_env.server.app", "doctor"]
-    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done
-    report = json.loads(done.stdout)
-    assert report["rung"] == "E"
-    [lack] = [lack for lack in report["lacks"] if "one user id only" in lack]
-    assert all(word in lack for word in ("chown", "su", "sudo -u", "useradd", "sshd"))
