@@ -32,7 +32,7 @@ def ready(make: Callable[[], Subject], times: int) -> Figure:
 async def idle_episodes(server: Subject, count: int, times: int) -> list[Figure]:
     """`count` of them, `times` times, on a server that has had none. How much a slab grows depends on what is free in
     it, so the first time it may grow by more."""
-    rss = usage.rss_bytes(server.pid)
+    rss = server.rss_bytes()
     own, growths = [], []
     async with idle(server) as episodes:
         for _ in range(times):
@@ -44,7 +44,7 @@ async def idle_episodes(server: Subject, count: int, times: int) -> list[Figure]
             after = _shared(server)
             own.append(usage.pss_bytes(server.episodes()) / (1 + count))
             growths.append({name: (after[name] - before[name]) / count for name in before})
-        full_rss = usage.rss_bytes(server.pid)
+        full_rss = server.rss_bytes()
     return [
         figure(PSS, [each / 1e6 for each in own], "MB"),
         figure(FAMILY_PSS, [each["family"] / 1e6 for each in growths], "MB"),

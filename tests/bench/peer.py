@@ -10,7 +10,6 @@ from bench.report import UPSTREAM, Figure
 from bench.sampling import Load, Samples, figure
 from bench.session import Session, session
 from bench.subject import BenchError, Subject
-from bench.usage import rss_bytes
 
 VARIABLE = "TB2_BENCH_PEER"
 _NOTE_LENGTH = 300
@@ -32,7 +31,7 @@ async def measure(server: Subject, samples: Samples, seconds: float) -> tuple[li
             notes[f"{UPSTREAM}: {str(error)[:_NOTE_LENGTH]}"] = None
         if time.monotonic() > deadline:
             break
-    rss = figure(f"{UPSTREAM}'s server RSS", [rss_bytes(server.pid) / 1e6], "MB")
+    rss = figure(f"{UPSTREAM}'s server RSS", [server.rss_bytes() / 1e6], "MB")
     return [figure(f"{UPSTREAM} until ready", [server.ready_s], "s"), rss], list(notes)
 
 

@@ -15,24 +15,18 @@ from pathlib import Path
 
 import click
 
-from bench.session import TASK, session
+from bench.session import TASK
 from bench.subject import Subject
+from bench.throughput import episode
 from support.tasks import make_task
 
-_COMMANDS = 4
 #: A caller comes back before its last episode is put away.
 _SLOTS_PER_CALLER = 4
 
 
-async def _episodes(server: Subject, waiting: Sequence[int]) -> None:
-    """One caller; an episode each, as in bench.throughput."""
-    for _ in waiting:
-        async with session(server.url) as own:
-            await own.reset()
-            for _ in range(_COMMANDS):
-                await own.true()
-            await own.solve()
-            await own.evaluate(1.0)
+async def _caller(server: Subject, share: Sequence[int]) -> None:
+    for _ in share:
+        await episode(server)
 
 
 async def _round(servers: Sequence[Subject], episodes: int, at_once: int) -> dict[str, float]:
@@ -40,7 +34,7 @@ async def _round(servers: Sequence[Subject], episodes: int, at_once: int) -> dic
     before, machine = [server.cpu() for server in servers], _machine_s()
     begun = time.perf_counter()
     shares = [range(caller, episodes, at_once) for caller in range(at_once)]
-    await asyncio.gather(*(_episodes(servers[caller % len(servers)], share) for caller, share in enumerate(shares)))
+    await asyncio.gather(*(_caller(servers[caller % len(servers)], share) for caller, share in enumerate(shares)))
     seconds = time.perf_counter() - begun
     idle, total = (after - earlier for after, earlier in zip(_machine_s(), machine, strict=True))
     spent = [server.cpu().since(earlier) for server, earlier in zip(servers, before, strict=True)]

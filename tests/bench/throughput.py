@@ -13,6 +13,7 @@ from bench.report import SHELL, Figure
 from bench.sampling import figure
 from bench.session import session
 from bench.subject import BenchError, Subject
+from support.server import rss_bytes
 
 EPISODES_PER_S, SHELL_EPISODES_PER_S = "whole episodes", f"whole episodes, {SHELL} loop"
 CPU_PER_EPISODE, SHELL_CPU_PER_EPISODE = "CPU of a whole episode", f"CPU of a whole episode, {SHELL} loop"
@@ -24,7 +25,8 @@ _COMMANDS = 4
 
 
 # ---------------------------------------------------------------- whole episodes
-async def _episode(server: Subject) -> None:
+async def episode(server: Subject) -> None:
+    """From connecting to hanging up, with a right verdict. Raises: BenchError."""
     async with session(server.url) as own:
         await own.reset()
         for _ in range(_COMMANDS):
@@ -39,7 +41,7 @@ async def _episodes(server: Subject, count: int, at_once: int) -> float:
 
     async def caller() -> None:
         for _ in waiting:
-            await _episode(server)
+            await episode(server)
 
     begun = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(at_once)))
@@ -98,7 +100,7 @@ async def output(server: Subject, plan: Plan) -> list[Figure]:
             family = server.family()
             for pid in family:
                 usage.forget_peak(pid)
-            before = {pid: usage.rss_bytes(pid) for pid in family}
+            before = {pid: rss_bytes(pid) for pid in family}
             through.append(megabytes / await own.run(command))
             growth.append(sum(max(usage.peak_rss_bytes(pid) - before[pid], 0) for pid in family) / 1e6)
             alone.append(megabytes / references.output_s(command))

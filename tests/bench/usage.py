@@ -22,10 +22,6 @@ def pss_bytes(pids: Iterable[int]) -> int:
     return sum(_kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") for pid in pids)
 
 
-def rss_bytes(pid: int) -> int:
-    return _kilobytes(Path(f"/proc/{pid}/status"), "VmRSS:")
-
-
 def peak_rss_bytes(pid: int) -> int:
     """The most since `forget_peak`."""
     return _kilobytes(Path(f"/proc/{pid}/status"), "VmHWM:")

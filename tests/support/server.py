@@ -104,8 +104,7 @@ class Server:
         return next(int(float(line.split()[1])) for line in lines if line.startswith("tbench2_warm "))
 
     def rss_bytes(self) -> int:
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+        return rss_bytes(self.pid)
 
     def assert_idle(self, within_s: float = 3.0) -> None:
         """No process, worktree or mount of an episode is left. The egress proxy stays for the next, and for half a
@@ -145,6 +144,11 @@ def idle_again(server: Server) -> Iterator[None]:
         server.stop(signal.SIGKILL)
         server.start()
         raise
+
+
+def rss_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 def descendants(root: int) -> dict[int, str]:
