@@ -143,8 +143,7 @@ class Bare:
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
         self._check_name(message["name"])
         self._end_episode()
-        used = _USED if message.get("measure") else {}
-        self.server.send({"id": message["id"], "ok": True, **used})
+        self.server.send({"id": message["id"], "ok": True, **_USED})
 
     def _end_episode(self) -> None:
         deadline = time.monotonic() + _KILL_TIMEOUT_S

@@ -23,7 +23,7 @@ class Episode:
     provision: Provision
     channel: socket.socket | None = None
     destroyed_by: int | None = None
-    #: What it had used when it was destroyed, as it is answered; empty when nobody asked, None until it is known.
+    #: What it had used when it was destroyed, as it is answered; None until it is known. A harvest has none.
     used: dict[str, Any] | None = field(default_factory=dict)
     #: Its PID 1 has ended and it is only kept until `used` is known.
     ended: bool = False

@@ -301,9 +301,8 @@ class Spawner:
             return None
         usage, tally = None, copy.copy(sandbox.tally)  # what ends from now on is counted as live
         with contextlib.suppress(SandboxError):
-            message = {"op": "destroy", "name": sandbox.spec.name, "measure": True}
-            answer, _ = await self._ask(message, DESTROY_TIMEOUT_S)
-            usage = tally.usage(answer) if "usage" in answer else None
+            answer, _ = await self._ask({"op": "destroy", "name": sandbox.spec.name}, DESTROY_TIMEOUT_S)
+            usage = tally.usage(answer)
         if not sandbox.died.done():
             sandbox.died.set_result("the sandbox was destroyed")
         self._trash.delete_soon()

@@ -225,22 +225,18 @@ class Spawner:
 
     # ------------------------------------------------------------ ends
     def _destroy(self, message: dict[str, Any], fds: list[int]) -> None:
-        """With `measure` it is answered with what it had used. What the kernel does not count of processes, only the
-        warden knows, as long as they live."""
+        """Answered with what it had used. What the kernel does not count of processes only the warden knows, while they
+        live."""
         episode = self._episode(message["name"])
-        episode.destroyed_by = message["id"]
-        if not message.get("measure"):
-            episode.kill()
-            return
-        episode.used = None
+        episode.destroyed_by, episode.used = message["id"], None
         if self.provisions.counts_processes:
             episode.kill()
         self._measure(message["id"], episode)
 
     def _harvest(self, message: dict[str, Any], fds: list[int]) -> None:
         episode = self._live_episode(message["name"])
-        episode.harvest_to = message["target"]
-        self._destroy(message, fds)
+        episode.destroyed_by, episode.harvest_to = message["id"], message["target"]
+        episode.kill()
 
     def _abandon(self, message: dict[str, Any], fds: list[int]) -> None:
         """End a harvest at once; it is answered when its process has ended."""
