@@ -339,8 +339,8 @@ async def test_calls_take_turns(serve_http: Serve) -> None:
     def one_at_a_time(asked: Any) -> None:
         assert under_way.acquire(blocking=False)
         time.sleep(0.02)
+        under_way.release()  # Before the answer: the next call may come as soon as that is out.
         asked.serve_episode()
-        under_way.release()
 
     async with Tbench2HttpEnv(base_url=serve_http(one_at_a_time).url) as env:
         await env.reset()
