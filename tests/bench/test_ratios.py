@@ -1,7 +1,8 @@
 """The speed that must not be lost, as ratios within one run, with room for a machine that does other things too.
 
-CPU time is what others on the machine change least. Of durations the shortest ones are compared, each operation having
-taken turns with bash, and none when even bash found the machine too busy. `make bench` has the figures themselves.
+CPU time is what others on the machine change least; the cheapest of a few batches counts, for what a hypervisor takes
+meanwhile is in it, too. Of durations the shortest ones are compared, each operation having taken turns with bash, and
+none when even bash found the machine too busy. `make bench` has the figures themselves.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from bench.targets import targets
 from support.tasks import make_task
 
 _TEST = 'r=0; [ ! -f out.txt ] || r=1; echo $r > "${VERDICT:-/logs/verifier/reward.txt}"\n'
-_ROUNDS, _ROUNDS_S, _EXECS, _LIVES, _LIVE = 4, 2.0, 40, 8, 32
+_ROUNDS, _ROUNDS_S, _BATCHES, _EXECS, _LIVES, _LIVE = 4, 2.0, 3, 40, 8, 32
 #: Shortest durations, to that of `bash -c true`.
 _SLOWEST = {EXEC: 6.0, RESET: 16.0, RESET_COLD: 16.0, CLOSE: 12.0, EVALUATE: 35.0, OUTPUT: 25.0, WRITE: 25.0}
 #: CPU of all processes of the server, to that of `bash -c true`.
@@ -71,10 +72,13 @@ async def _life(own: Session) -> None:
 
 
 async def _cpu_s(server: Subject, operation: Callable[[], Awaitable[object]], times: int) -> float:
-    before = server.cpu()
-    for _ in range(times):
-        await operation()
-    return sum(server.cpu().since(before).values()) / times
+    batches = []
+    for _ in range(_BATCHES):
+        before = server.cpu()
+        for _ in range(times):
+            await operation()
+        batches.append(sum(server.cpu().since(before).values()) / times)
+    return min(batches)
 
 
 def test_an_operation_uses_at_most_a_few_times_the_cpu_of_bash(measured: Measured) -> None:
