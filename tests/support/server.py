@@ -19,7 +19,8 @@ HELPERS = 3
 #: The egress proxy, started for the first episode that needs it.
 PROXY = "tbench2_env.server.proxy_main"
 DESCRIPTOR_SLACK = 10
-_START_TIMEOUT_S = 30.0
+#: Gradio alone takes 5 s to import on a quiet machine, and took 30 s on a busy one.
+_START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
 
 
