@@ -32,6 +32,8 @@ MESSAGE_MAX_BYTES = 100 << 20
 #: Characters that a client may send ahead of their answers. Whoever sends more is cut off: with its messages left in
 #: the socket, the loss of the connection would go unnoticed.
 _AHEAD_MAX = 2 * MESSAGE_MAX_BYTES
+#: Seconds that a client who is turned away has for its first message.
+_TURNED_AWAY_S = 1.0
 
 
 class ClientGone(Exception):
@@ -46,9 +48,17 @@ def add_routes(app: FastAPI, services: Services) -> None:
             await _Connection(websocket, services, await _admit(services)).run()
         except CapacityReached as full:
             services.metrics.rejections.labels("capacity").inc()
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-                await websocket.send_text(_capacity_error(full))
-                await websocket.close()
+            await _turn_away(websocket, full)
+
+
+async def _turn_away(websocket: WebSocket, full: CapacityReached) -> None:
+    """Say so and hang up, but not before the client asks something or a moment has passed: its library would answer a
+    question on a closed connection with an exception of its own, and our reason would be read by nobody."""
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+        await websocket.send_text(_capacity_error(full))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(websocket.receive(), _TURNED_AWAY_S)
+        await websocket.close()
 
 
 async def _admit(services: Services) -> Slot | None:
