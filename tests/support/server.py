@@ -64,7 +64,11 @@ class Server:
 
     def start(self) -> Self:
         self.launch()
-        eventually(self._healthy, _START_TIMEOUT_S)
+        try:
+            eventually(self._healthy, _START_TIMEOUT_S)
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            raise
         return self
 
     def _healthy(self) -> bool:
