@@ -11,8 +11,6 @@ from tbench2_env.isolation.tree import Tree
 #: is for writes that nobody sees in the file system's free space, because as much was deleted at the same time.
 _REST_FACTOR, _REST_FACTOR_UNSEEN = 4, 20
 _REST_UNSEEN_S = 5.0
-#: Asked for its size, a worktree is walked for so long at most.
-_REFRESH_BUDGET_S = 0.02
 
 #: What is not walked of a worktree: the kernel's own folders, in which nobody can leave anything.
 _OF_OVERLAYS = (b"work", b"tests/work")
@@ -84,10 +82,6 @@ class Storage:
         self.size, self.files, self._took_s = self._walk.size, self._walk.files, self._walk.took_s
         self._walk, self._ended_at = None, time.monotonic()
         return True
-
-    def refresh(self) -> None:
-        """Walk for a while: what was written a moment ago counts, and of a small worktree nothing is left out."""
-        self.advance(_REFRESH_BUDGET_S)
 
     def exceeded(self) -> str | None:
         """Which limit the last whole walk found exceeded: "storage" or "files"."""

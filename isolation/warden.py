@@ -33,6 +33,8 @@ from tbench2_env.isolation.storage import Drain, Storage
 _LOOK_EVERY_S = 0.2
 #: Walking worktrees takes this much of each look in all, in slices, so that memory is looked at in time.
 _WALKS_BUDGET_S, _WALK_SLICE_S = 0.08, 0.01
+#: When usage is asked for a worktree is walked for so long: of a small one what was written a moment ago counts, too.
+_USAGE_WALK_S = 0.02
 _HIT_EVERY_S = 1.0
 #: A full number of processes falls short of the limit whenever some are being replaced by others: the kernel counts
 #: those that ended for a while longer than /proc lists them.
@@ -112,7 +114,7 @@ class Warden:
     def _usage(self, episode: Episode) -> dict[str, float]:
         if not episode.killed:
             self._look_at_processes(episode)
-            episode.storage.refresh()
+            episode.storage.advance(_USAGE_WALK_S)
         return {
             "memory_peak_bytes": episode.memory.peak,
             "cpu_s": round(episode.gauge.cpu_s(), 3),
